@@ -31,6 +31,7 @@ from torch.distributions import constraints
 from torch.export import _trace
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental import proxy_tensor
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -305,6 +306,39 @@ def fake_calls_seen(by: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> A
         return by(lambda op, args, kwargs: dispatch(mode, op, types, args, kwargs), op, args, kwargs or {})
 
     return attribute_set(FakeTensorMode, "dispatch", seen)
+
+
+def operands_traced_as_they_are() -> AbstractContextManager[None]:
+    """While this is entered, a tensor that an op gives back as it was given (dropout in evaluation, what `F.mse_loss` broadcasts) stays to
+    a trace what it was before. To torch who reads it later reads what the op gave, which may be under `no_grad`.
+
+    A cast to the dtype that it has, `x.float()`, gives a tensor of its own: an autocast, which a trace does not run, or `precision=` may
+    make another dtype of the operand.
+    """
+    call = proxy_tensor.proxy_call
+
+    def traced(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        tracer = mode.tracer
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        slots: list[Any] = [proxy_tensor.get_proxy_slot(each, tracer, None) for each in given]
+        result: Any = call(mode, func, pre_dispatch, args, kwargs)
+        if writes_operands(func) or result is NotImplemented:
+            return result
+        results = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+        for operand, slot in zip(given, slots, strict=True):
+            made: Any = proxy_tensor.get_proxy_slot(operand, tracer, None)
+            if slot is None or made is slot or not any(operand is each for each in results):
+                continue
+            proxy_tensor.set_proxy_slot(operand, tracer, slot)
+            if result is operand and func.overloadpacket is torch.ops.aten.to:
+                with proxy_tensor.disable_proxy_modes_tracing():
+                    result = torch.ops.aten.alias.default(operand)
+                proxy_tensor.set_proxy_slot(result, tracer, made)
+            elif result is operand:
+                tracer.graph.erase_node(made.proxy.node)
+        return result
+
+    return attribute_set(proxy_tensor, "proxy_call", traced)
 
 
 def compiling() -> AbstractContextManager[None]:

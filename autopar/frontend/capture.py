@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import fake_mode, foreign_parameters_refused, pytree
+from autopar._torch import fake_mode, foreign_parameters_refused, operands_traced_as_they_are, pytree
 from autopar.errors import CaptureError
 from autopar.frontend._torch import (
     asking_for_gradients_ignored,
@@ -157,6 +157,7 @@ def _exported(
             exports_let_go(),
             foreign_parameters_refused(),
             known_masks_counted(),
+            operands_traced_as_they_are(),
             warnings.catch_warnings(record=True) as heard,
             torch.enable_grad(),
         ):

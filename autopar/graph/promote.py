@@ -129,7 +129,7 @@ class Promoting(TorchFunctionMode):
     def _remembered(self, result: torch.Tensor, asked: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
         """`result`, known to be of dtype `asked` in the model."""
         if any(result is each for each in args) and asked is not self._dtype_in_model(result):
-            result = result.view_as(result)  # a cast: what it is given keeps its own dtype
+            result = result.clone()  # a cast: what it is given keeps its own dtype, and may be written into by itself
         self._asked[result] = asked
         return result
 
@@ -209,6 +209,7 @@ _CASTS = (
 )
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _NEW_OF_NUMBERS = (torch.Tensor.new_tensor, torch.Tensor.new)
+_TO = (torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.other)
 # The same as the halves of a custom function have them.
 _LOWER_METHODS = ("float", "half", "bfloat16")
 
@@ -229,10 +230,12 @@ def _promoted_module(fragment: Fragment) -> GraphModule:
 
 def _promote_graph(graph: Graph) -> None:
     """Change literals and the dtypes of values, in place. Shapes and strides depend on no dtype, so nothing is run."""
-    mode = fake_mode()
+    mode, casts = fake_mode(), set(filter(_is_cast, graph.nodes))
     for node in graph.nodes:
         if node.target is torch.ops.aten.rms_norm.default:
             node.args, node.kwargs = _with_eps(node.args, node.kwargs, node.meta["val"].dtype)
+        if node in casts:
+            node.kwargs = dict(node.kwargs) | {"copy": True}  # which may be written into by itself
         node.args, node.kwargs = _promoted_literals(node.args), _promoted_literals(node.kwargs)
         if (function := custom_function(node.target)) is not None:
             node.target = as_function(mapped(function, lambda half: _promote_graph(half.graph)))
@@ -240,6 +243,14 @@ def _promote_graph(graph: Graph) -> None:
             node.target = "double"
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda value: _fresh(value, mode), node.meta["val"])
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a call gives its operand in another dtype, by an op that gives back what has the dtype already."""
+    if node.target not in _TO or "copy" in node.kwargs or len(node.args) > 3:
+        return False
+    before, after = (each.meta.get("val") for each in (node.all_input_nodes[0], node))
+    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype != after.dtype
 
 
 def _promoted_literals(arguments: Any) -> Any:

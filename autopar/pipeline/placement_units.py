@@ -98,20 +98,23 @@ class _Reading:
     def _units(self) -> dict[Node, int]:
         """The number of the unit that each forward op is in, views left out that stay with what they show."""
         has_backward = {node.meta.get("seq_nr") for node in self.calls if PHASE.get(node) == "backward"} - {None}
+        differentiated = self.needs_gradient()
         found: dict[Node, int] = {}
-        count, before = -1, None
+        count, before, last = -1, None, None
         for node in self.calls:
             if PHASE.get(node) != "forward" or node in self.copied or (is_view(node) and not self._grows(node)):
                 continue
             if has_backward:
                 origin = node.meta.get("seq_nr")
-                is_part = origin == before and origin in has_backward
+                # Autograd does not count what needs no gradient: all of a frozen trunk has the number of what comes behind it.
+                is_counted = last in differentiated or (last is not None and _recorded_as(last) == _recorded_as(node))
+                is_part = is_counted and origin == before and origin in has_backward
             else:
                 origin = _recorded_as(node)
                 is_piece = origin is not None and origin == before and origin[1] != str(node.target)
                 is_part = is_piece and count in self._nearest(found, node, True)
             count += not is_part
-            before, found[node] = origin, count
+            before, last, found[node] = origin, node, count
         return self._joined(found)
 
     def _joined(self, units: dict[Node, int]) -> dict[Node, int]:

@@ -114,6 +114,9 @@ class _Results:
         ]
         read = _touched(schedule) | {name for _, name in outputs}
         brought = {name for each in schedule.instructions if isinstance(each, Receive) for name in each.buffers}
+        # What forward reads of a parameter it may overwrite: it is there to be updated by its gradient, of zeros.
+        trained = {output.name for output, _ in outputs if output.kind == "gradient"}
+        read |= {name for item, name in self.names.inputs if item.kind == "parameter" and item.name in trained}
         inputs = [(item, name) for item, name in self.names.inputs if name in read - brought]
         signature = replace(program.signature, inputs=tuple(item for item, _ in inputs), outputs=tuple(output for output, _ in outputs))
         return replace(schedule, inputs=tuple(name for _, name in inputs), outputs=tuple(name for _, name in outputs), signature=signature)

@@ -169,7 +169,8 @@ def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, tor
 
     They are read from `.grad`, for `checkpoint(use_reentrant=True)` forbids `torch.autograd.grad`.
     """
-    differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
+    # A view that was made under `no_grad` says that it requires a gradient, and has none.
+    differentiable = {name: each for name, each in outputs.items() if each.requires_grad and not (each.is_leaf and each._is_view())}
     if not differentiable or not parameters:
         return {}
     tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]

@@ -103,3 +103,25 @@ class Untrained(nn.Module):
 def test_a_loss_that_every_stage_computes_for_itself_cannot_be_cut() -> None:
     with pytest.raises(PlanError, match="2 pipeline stages, but only 1 unit of work"):
         autopar.compile(Untrained(), autopar.virtual_mesh(pp=2), example_inputs=(torch.randn(4, 3),), backend="eager")
+
+
+def test_a_frozen_trunk_is_cut_like_one_that_trains() -> None:
+    """Autograd counts no call of it; and what is frozen behind the first call stays where it lies."""
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(6, 1))
+    x = torch.randn(4, 5, 6)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).square().mean()
+
+    trained = autopar.compile(Loss(), autopar.virtual_mesh(pp=2), example_inputs=(x,), backend="eager")
+    for layer in layers:
+        layer.requires_grad_(False)
+    trained(x)
+    frozen = autopar.compile(Loss(), autopar.virtual_mesh(pp=2), example_inputs=(x,), backend="eager").compiled.stages
+    assert frozen is not None and frozen.placement.stages[1].first_name.startswith("inner.2.0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,3 +66,34 @@ def test_every_rank_of_a_pipeline_hands_out_at_its_end_and_one_that_is_none_betw
         parallel = autopar.compile(Shifted(), mesh, example_inputs=(x,), backend="eager")
         for schedule in parallel.compiled.schedules:
             assert schedule.instructions.count(Pause()) == 1 and isinstance(schedule.instructions[-1], Pause) == is_last
+
+
+class Overwritten(nn.Module):
+    """What forward reads of `bias` it overwrites: its gradient is zeros, and an optimizer that decays weights moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(6, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        found = h.clone()
+        found[0].copy_(self.bias)
+        found[:] = h
+        return found.square().mean()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_parameter_that_is_overwritten_is_there_to_be_updated(trains: bool) -> None:
+    decayed: tuple[type[torch.optim.AdamW], dict[str, float]] = (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5})
+    model, x = Overwritten(), torch.randn(4, 6)
+    options: dict[str, Any] = {"optimizer": decayed, "train_step": autopar.TrainStep()} if trains else {}
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs={"x": x}, backend="eager", **options)
+    if trains:
+        parallel.train_step(x=x)
+    else:
+        optimizer = decayed[0](parallel.parameters(), **decayed[1])
+        parallel(x=x).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.bias.detach(), torch.full((4,), 0.95))
+    assert parallel.verify(x=x)
