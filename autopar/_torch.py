@@ -330,7 +330,7 @@ def operands_traced_as_they_are() -> AbstractContextManager[None]:
             if slot is None or made is slot or not any(operand is each for each in results):
                 continue
             proxy_tensor.set_proxy_slot(operand, tracer, slot)
-            if result is operand and func.overloadpacket is torch.ops.aten.to:
+            if result is operand and func.overloadpacket in (torch.ops.aten.to, torch.ops.aten.type_as):
                 with proxy_tensor.disable_proxy_modes_tracing():
                     result = torch.ops.aten.alias.default(operand)
                 proxy_tensor.set_proxy_slot(result, tracer, made)

@@ -12,8 +12,8 @@ from torch.fx import Node
 from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, fake_errors_quiet, fake_mode, pytree
 from autopar.errors import CaptureError
 from autopar.graph.autocast import CastInsideError, Casts, CastsOfCalls, Region, Tensor
-from autopar.graph.emit import copy_origin, tensor_of
-from autopar.ir.arguments import call_of
+from autopar.graph.emit import copy_origin, replace, tensor_of
+from autopar.ir.arguments import call_of, node_at
 from autopar.ir.program import Program
 from autopar.ir.source import source_of
 
@@ -44,12 +44,21 @@ def set_fake_values(program: Program, regions: Mapping[Node, Region], leaves: Co
         leaves = [node for item, node in program.named_inputs() if item.kind == "parameter" and item.requires_grad]
     for region in {id(region): region for region in regions.values()}.values():
         region.leaves = frozenset(leaves)
+    if any(region.autocast is not None for region in regions.values()):
+        _drop_moves(program)
     mode = fake_mode()
     with mode:
         for item, node in program.named_inputs():
             node.meta["val"] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
     with fake_errors_quiet():
         _Values(program, mode, regions).set()
+
+
+def _drop_moves(program: Program) -> None:
+    """`x.to(device)` was traced with the dtype that x had, which it is not to have now. What names a dtype is another op (`to.device`)."""
+    for node in list(program.graph.nodes):
+        if node.target is aten.to.dtype_layout and not node.kwargs.get("copy") and tensor_of(node).dtype == tensor_of(node.args[0]).dtype:
+            replace(node, node_at(node, 0))
 
 
 class _Values:

@@ -13,10 +13,8 @@ from autopar._torch import OpOverload, has_kernel, pytree, schema_of, writes_ope
 from autopar.errors import AutoparError
 from autopar.graph.autocast import NOTHING, Autocast, Casts, CastsOfCalls, Region
 from autopar.graph.emit import Emitter, tensor_of
-from autopar.graph.emit import replace as replace_node
 from autopar.graph.fake_values import set_fake_values
 from autopar.graph.overwrites import memory_of, writers_of, written_by
-from autopar.ir.arguments import node_at
 from autopar.ir.keys import EXACT, SOURCE
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
@@ -65,7 +63,6 @@ class CastToPrecision:
         _require_masters(program)
         program = program.copy(precision=self.precision, reduce=self.precision.reduce)
         dtypes = [output.dtype for output in program.signature.outputs]
-        _drop_moves(program)
         before = frozenset(program.graph.nodes)
         regions = _regions(program, self.precision)
         set_fake_values(program, regions, [node for item, node in program.named_inputs() if item.kind == "parameter"])
@@ -80,13 +77,6 @@ def _require_masters(program: Program) -> None:
             f"precision= computes with copies of float32 parameters, and {others[0].name!r}, one of {len(others)}, is {others[0].dtype}: "
             "call model.float() before, or leave precision= out for a model that is in a lower dtype itself"
         )
-
-
-def _drop_moves(program: Program) -> None:
-    """`x.to(device)` was traced with the dtype that x had, which it is not to have now. What names a dtype is another op (`to.device`)."""
-    for node in list(program.graph.nodes):
-        if node.target is aten.to.dtype_layout and not node.kwargs.get("copy") and tensor_of(node).dtype == tensor_of(node.args[0]).dtype:
-            replace_node(node, node_at(node, 0))
 
 
 def _require_own_memory(program: Program, before: frozenset[Node]) -> None:

@@ -17,6 +17,7 @@ READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "huber": F.huber_loss,
     "broadcast": lambda h, y: torch.broadcast_tensors(h, y)[0].sum(),
     "cast": lambda h, _: h.float().sum(),
+    "cast as another": lambda h, y: h.type_as(y).sum(),
     "moved": lambda h, _: h.cpu().sum(),
     "in dims": lambda h, _: torch.atleast_2d(h).sum(),
     "dropped out of": lambda h, _: F.dropout(h, 0.5, training=False).sum(),
@@ -63,7 +64,7 @@ class Precise(nn.Module):
             h = self.linear(x)
         exact = h.float()
         exact.mul_(10.0)
-        return {"loss": (exact + h).square().mean(), "h": h, "next": h + 1}
+        return {"loss": (exact + h).square().mean(), "h": h, "next": h + 1, "moved": h.to(x.device), "like": h.type_as(x)}
 
 
 def test_a_cast_of_what_an_autocast_gave_is_a_copy() -> None:

@@ -82,6 +82,10 @@ RULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, tuple[str, ...
     ),
     "a move": (lambda model, ids: model.table(ids) + model.table(ids).to("cpu"), {"add": (LOW, LOW, LOW)}),
     "asked to be float32": (lambda model, ids: model.table(ids).float() * 2, {"to": (LOW, WIDE), "mul": (WIDE, WIDE)}),
+    "asked to be as another": (
+        lambda model, ids: model.table(ids).type_as(model.angles) * 2,
+        {"type_as": (LOW, WIDE, WIDE), "mul": (WIDE, WIDE)},
+    ),
     "written in place": (
         lambda model, ids: torch.zeros(4, 8).index_add(0, ids[0, :4], model.linear(model.table(ids[:, 0]))),
         {"linear": (LOW, LOW, LOW), "index_add": (WIDE, WIDE, WIDE)},
