@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ARE_ALL_TRUE",
+    "CASTS",
     "CAUSAL_MASK_DETECTION",
     "DEPENDENT_CONSTRAINT",
     "DISTRIBUTIONS_CHECKED",
@@ -81,6 +82,8 @@ DISTRIBUTIONS_CHECKED = (torch.distributions.Distribution, "_validate_args")
 CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
 NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
 MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite, constraints._PositiveDefinite)
+# They give their operand itself where it has the dtype already.
+CASTS = (torch.ops.aten.to, torch.ops.aten.type_as)
 # With oneDNN an LSTM layer on a CPU is one op, which no rank can split. Traces ask this function of torch's which way to go; oneDNN stays
 # enabled, since without it torch chooses other kernels for convolutions, too, and their results have other strides than in a run.
 _LSTM_IN_STEPS = (decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)
@@ -330,7 +333,7 @@ def operands_traced_as_they_are() -> AbstractContextManager[None]:
             if slot is None or made is slot or not any(operand is each for each in results):
                 continue
             proxy_tensor.set_proxy_slot(operand, tracer, slot)
-            if result is operand and func.overloadpacket in (torch.ops.aten.to, torch.ops.aten.type_as):
+            if result is operand and func.overloadpacket in CASTS:
                 with proxy_tensor.disable_proxy_modes_tracing():
                     result = torch.ops.aten.alias.default(operand)
                 proxy_tensor.set_proxy_slot(result, tracer, made)

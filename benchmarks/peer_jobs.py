@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _BLOCK = re.compile(r"^blocks\.(\d+)")
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and the global batch are, on how many ranks, and where."""
+    """How large the model and the global batch are, on how many ranks, and where; the folder, if any, that compiles are read from."""
 
     layers: int
     width: int
@@ -51,6 +52,7 @@ class Size:
     num_ranks: int = WORLD_SIZE
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    cache: Path | None = None
 
 
 # What is slow in a step of each: contractions, the wire, calls from Python.
@@ -239,7 +241,7 @@ def ours(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Step:
     mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh(size.device, (size.num_ranks,), mesh_dim_names=(axis,))
     mine = share_of(batch, rank, size.num_ranks) if axis == "dp" else batch
     cluster = {"cluster": "cpu"} if size.device == "cpu" else {}
-    options: dict[str, Any] = {"backend": backend, "timeout": 600, **cluster, **options_of(axis, size), **more}
+    options: dict[str, Any] = {"backend": backend, "timeout": 600, "cache": size.cache, **cluster, **options_of(axis, size), **more}
     return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine, "train_step" in options)
 
 

@@ -5,6 +5,7 @@
     python -m benchmarks.peers --sizes compute --axes threads                  two ranks of one thread beside one process with two
     python -m benchmarks.peers --sizes comm --axes buckets                     time in WAIT with and without buckets
     python -m benchmarks.peers --sizes comm --axes "overlap dp" "overlap tp" "overlap pp"   and with no communication moved at all
+    python -m benchmarks.peers --sizes small --backends eager --cache compiled/   with compiles that an earlier run wrote
 
 The jobs of one comparison are alive at once, each in processes of its own, and take turns step by step, so that a busy moment of the
 machine hits all of them alike. The first peer runs twice: how far the two are apart is the noise. Each line has the median of the
@@ -23,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["eager", "inductor"])
     parser.add_argument("--jobs", nargs="+", help="some of the jobs of an axis")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--cache", type=Path, help="read autopar's compiles from this folder, or write them there")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     before, found = machine(), {}
@@ -167,7 +170,7 @@ def main() -> None:
         for axis in options.axes:
             for backend in options.backends:
                 title = f"{size}, {axis}, {backend}"
-                found[title] = compare(axis, SIZES[size], backend, options.rounds, options.jobs)
+                found[title] = compare(axis, replace(SIZES[size], cache=options.cache), backend, options.rounds, options.jobs)
                 print_table(title, found[title])
     print(f"load before {before['load']}, after {machine()['load']}: above 1 before it started, the numbers are noise")
     write_json(options.json, {"load_before": before["load"], "tables": found})

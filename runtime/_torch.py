@@ -358,6 +358,11 @@ def is_alone(tensor: torch.Tensor) -> bool:
     return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) == _ALONE
 
 
+def starts_backward(tensor: torch.Tensor) -> bool:
+    """Whether a backward can start from `tensor`. A view made under `no_grad` of what requires a gradient says that it does."""
+    return tensor.requires_grad and not (tensor.is_leaf and tensor._is_view())
+
+
 def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Launch an all-gather of 1-d tensors; torch 2.13 renamed the function and warns of the old name."""
     return _renamed("all_gather_single", "all_gather_into_tensor")(output, source, group=group, async_op=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import networkx
 import pytest
+import torch
+from torch import fx, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "runtime", "kernels")
@@ -24,8 +26,9 @@ PRIVATE_TORCH_FILES = {
     "runtime/_torch.py",
     "runtime/module/_torch.py",
 }
-# Attributes of torch's own objects that its documentation does not name.
-PRIVATE_ATTRIBUTES = {
+# Of torch's own objects: attributes and methods that its documentation does not name.
+TORCH_CLASSES = (torch.Tensor, nn.Module, torch.optim.Optimizer, fx.Graph, fx.GraphModule, fx.Node)
+PRIVATE_ATTRIBUTES = {name for each in TORCH_CLASSES for name in dir(each) if re.match("_[a-z]", name)} | {
     "_backward_hooks",
     "_backward_pre_hooks",
     "_buffers",
@@ -36,7 +39,6 @@ PRIVATE_ATTRIBUTES = {
     "_non_persistent_buffers_set",
     "_parameters",
     "_schema",
-    "_version",
 }
 # What sees all of ours: what users call, and the compiler behind it.
 FRONT_DOOR = ("autopar/doors/", "autopar/captured.py", "autopar/compiler.py", "autopar/reused.py", "autopar/__init__.py")
@@ -189,11 +191,11 @@ def private_torch_uses(path: Path) -> list[str]:
 
 
 def private_attributes(module: ast.Module) -> list[tuple[int, str]]:
-    """`op._schema` and `getattr(op, "_schema")`; an attribute of `self` is one of ours."""
+    """`op._schema` and `getattr(op, "_schema")`; an attribute of `self` is one of ours, one of `aten` an op."""
     found = [
         (node.lineno, node.attr)
         for node in ast.walk(module)
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES and dotted(node.value) != "self"
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES and dotted(node.value).split(".")[-1] not in ("self", "aten")
     ]
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr"):
@@ -294,8 +296,8 @@ def test_every_dependency_is_declared() -> None:
 def test_the_checks_see_what_they_look_for() -> None:
     bad = 'node.meta["ours"] = 1\nnode.meta.get("also_ours")\nif "third" in node.meta: pass\nnode.meta["val"]\nnode.meta[KEY]\n'
     assert string_meta_keys(ast.parse(bad)) == [(1, "ours"), (2, "also_ours"), (3, "third")]
-    private = 'op._schema\nself._buffers\ngetattr(op, "_version", 0)\nstate.metadata\n'
-    assert private_attributes(ast.parse(private)) == [(1, "_schema"), (3, "_version")]
+    private = 'op._schema\nself._buffers\ngetattr(op, "_version", 0)\nstate.metadata\nmade[0]._is_view()\ntorch.ops.aten._conj.default\n'
+    assert private_attributes(ast.parse(private)) == [(1, "_schema"), (5, "_is_view"), (3, "_version")]
     assert is_private_torch("torch._dynamo.backends") and is_private_torch("torch.fx._pytree")
     assert not is_private_torch("torch.fx.node") and not is_private_torch("numpy._core")
     assert import_cycle(networkx.DiGraph(["ab", "bc", "cb"])) == "b → c → b" and not import_cycle(networkx.DiGraph(["ab", "bc", "ac"]))

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar._torch import FakeTensorMode, TorchDispatchMode, fake_mode, pytree
+from autopar._torch import CASTS, FakeTensorMode, OpOverload, TorchDispatchMode, fake_mode, pytree, schema_of
 from autopar.graph.custom_functions import as_function, custom_function, mapped
 from autopar.graph.default_eps import default_eps
 from autopar.graph.fake_calls import empty_as
@@ -123,7 +123,7 @@ class Promoting(TorchFunctionMode):
         cast = next((dtype for each, dtype in _CASTS if func is each), None)
         promoted = func if cast is None else torch.Tensor.double
         result = promoted(*_promoted_literals(args), **_promoted_literals(kwargs))
-        asked = cast or self._in_model(_asked_dtype(args, kwargs))
+        asked = cast or self._like(func, args) or self._in_model(_asked_dtype(args, kwargs))
         return result if asked is None or not isinstance(result, torch.Tensor) else self._remembered(result, asked, args)
 
     def _remembered(self, result: torch.Tensor, asked: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
@@ -132,6 +132,11 @@ class Promoting(TorchFunctionMode):
             result = result.clone()  # a cast: what it is given keeps its own dtype, and may be written into by itself
         self._asked[result] = asked
         return result
+
+    def _like(self, func: Callable[..., Any], args: tuple[Any, ...]) -> torch.dtype | None:
+        """Where a tensor is cast to what another one has, that dtype in the model."""
+        has_other = func in (torch.Tensor.to, torch.Tensor.type_as) and len(args) > 1 and isinstance(args[1], torch.Tensor)
+        return self._dtype_in_model(args[1]) if has_other else None
 
     def _of_numbers(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The tensor that the model makes of numbers, promoted."""
@@ -209,7 +214,6 @@ _CASTS = (
 )
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _NEW_OF_NUMBERS = (torch.Tensor.new_tensor, torch.Tensor.new)
-_TO = (torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.other)
 # The same as the halves of a custom function have them.
 _LOWER_METHODS = ("float", "half", "bfloat16")
 
@@ -235,7 +239,7 @@ def _promote_graph(graph: Graph) -> None:
         if node.target is torch.ops.aten.rms_norm.default:
             node.args, node.kwargs = _with_eps(node.args, node.kwargs, node.meta["val"].dtype)
         if node in casts:
-            node.kwargs = dict(node.kwargs) | {"copy": True}  # which may be written into by itself
+            _let_copy(node)
         node.args, node.kwargs = _promoted_literals(node.args), _promoted_literals(node.kwargs)
         if (function := custom_function(node.target)) is not None:
             node.target = as_function(mapped(function, lambda half: _promote_graph(half.graph)))
@@ -247,10 +251,19 @@ def _promote_graph(graph: Graph) -> None:
 
 def _is_cast(node: Node) -> bool:
     """Whether a call gives its operand in another dtype, by an op that gives back what has the dtype already."""
-    if node.target not in _TO or "copy" in node.kwargs or len(node.args) > 3:
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in CASTS:
         return False
     before, after = (each.meta.get("val") for each in (node.all_input_nodes[0], node))
     return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype != after.dtype
+
+
+def _let_copy(cast: Node) -> None:
+    """Let a cast give new memory, which may be written into by itself, where it has the dtype already."""
+    if cast.target is torch.ops.aten.type_as.default:
+        cast.target = torch.ops.aten.to.other
+    names = [each.name for each in schema_of(cast.target).arguments]
+    cast.args, given = cast.args[: names.index("copy")], dict(zip(names, cast.args, strict=False))
+    cast.kwargs = {name: given[name] for name in names[len(cast.args) : len(given)]} | dict(cast.kwargs) | {"copy": True}
 
 
 def _promoted_literals(arguments: Any) -> Any:

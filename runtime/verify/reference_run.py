@@ -25,7 +25,7 @@ from autopar.ir.instructions import Collective, Launch
 from autopar.ir.keys import ORIGIN
 from autopar.ir.padding import unpadded
 from autopar.ir.program import Form, Input, Program, Signature
-from autopar.runtime._torch import flatten
+from autopar.runtime._torch import flatten, starts_backward
 from autopar.runtime.execute.virtual import collect
 from autopar.runtime.execute.world import RankParts
 from autopar.runtime.module.parameters import assemble, local_shard, replica_difference
@@ -169,8 +169,7 @@ def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, tor
 
     They are read from `.grad`, for `checkpoint(use_reentrant=True)` forbids `torch.autograd.grad`.
     """
-    # A view that was made under `no_grad` says that it requires a gradient, and has none.
-    differentiable = {name: each for name, each in outputs.items() if each.requires_grad and not (each.is_leaf and each._is_view())}
+    differentiable = {name: each for name, each in outputs.items() if starts_backward(each)}
     if not differentiable or not parameters:
         return {}
     tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]

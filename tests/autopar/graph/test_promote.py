@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+import autopar
 from autopar.checks.program import check_program
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
@@ -164,6 +167,37 @@ def test_a_number_too_large_for_the_dtype_of_the_model_is_written_as_it_is() -> 
         x = torch.ones(1, 2) * 2
         x[[0], [0]] = -1e9
     assert x.tolist() == [[-1e9, 2]]
+
+
+class Overwriting(nn.Module):
+    """Writes into what a cast gives, which in the model is a copy."""
+
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.cast = nn.Linear(6, 6), cast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        copy = self.cast(h)
+        copy.mul_(10)
+        return h.square().sum() + copy.float().sum()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        pytest.param(lambda h: h.bfloat16(), id="bfloat16()"),
+        pytest.param(lambda h: h.to(torch.bfloat16, False, False), id="to(dtype) by position"),
+        pytest.param(lambda h: h.to("cpu", torch.bfloat16), id="to(device, dtype)"),
+        pytest.param(lambda h: h.to(torch.ones(1, dtype=torch.bfloat16)), id="to(other)"),
+        pytest.param(lambda h: h.type_as(h.bfloat16()), id="type_as"),
+    ],
+)
+def test_what_a_cast_gives_is_a_copy_promoted_too(cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model, batch = Overwriting(cast), {"x": torch.randn(4, 6)}
+    parallel = autopar.compile(model, virtual_mesh(tp=2), example_inputs=batch, backend="eager")
+    report = parallel.verify(**batch, promote=True)
+    assert report, report
 
 
 def test_the_default_dtype_is_restored_also_after_an_error() -> None:
