@@ -135,8 +135,8 @@ class Promoting(TorchFunctionMode):
 
     def _like(self, func: Callable[..., Any], args: tuple[Any, ...]) -> torch.dtype | None:
         """Where a tensor is cast to what another one has, that dtype in the model."""
-        has_other = func in (torch.Tensor.to, torch.Tensor.type_as) and len(args) > 1 and isinstance(args[1], torch.Tensor)
-        return self._dtype_in_model(args[1]) if has_other else None
+        other = next(iter(args[1:]), None) if func in (torch.Tensor.to, torch.Tensor.type_as) else None
+        return self._dtype_in_model(other) if isinstance(other, torch.Tensor) else None
 
     def _of_numbers(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The tensor that the model makes of numbers, promoted."""
