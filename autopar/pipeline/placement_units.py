@@ -26,10 +26,10 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
 
 from autopar.cost.model import CostModel, is_view
+from autopar.graph.differentiable import differentiable
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS, DROPPED, PHASE, REPEATABLE, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import save
@@ -41,8 +41,6 @@ from autopar.pipeline.assign import assign_stages, copied
 from autopar.pipeline.placement_problem import Line, Shared, Unit, Value
 from autopar.pipeline.stage_rules import is_copy
 from autopar.pipeline.stage_work import Work
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -239,15 +237,9 @@ class _Reading:
         return math.isclose(self.num_bytes(node), self.num_bytes(source))
 
     def needs_gradient(self) -> set[Node]:
-        """The forward calls that gradients flow through: what makes floating-point values of a trainable parameter, in the end."""
-        if all(PHASE.get(node) != "backward" for node in self.calls):
-            return set()
-        found = {node for item, node in self.program.named_inputs() if item.kind == "parameter" and item.requires_grad}
-        for node in self.calls:
-            is_floating = any(value is not None and value.dtype.is_floating_point for value in results_of(node))
-            if is_floating and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
+        """What gradients flow through in the forward; nothing in a program without a backward."""
+        trains = any(PHASE.get(node) == "backward" for node in self.calls)
+        return differentiable(self.program) if trains else set()
 
 
 def _recorded_as(node: Node) -> tuple[str, str] | None:
