@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self._new(each)
         if func in _LITERALS:
-            self._call(self._name_of(args[0]) if is_fake(args[0]) else value_of(args[0]), result)
+            self._call(self._name_of(args[0]) if is_fake(args[0]) else literal_line(args[0]), result)
         results = self._described(result, self._place)
         state = f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {_autocasts()} {sequence_number() - self._first}"
         reads, gives = self.memory((args, kwargs)), self.memory(result)
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
     def _literal(self, tensor: torch.Tensor) -> str:
         if is_fake(tensor):
             return self._operand(tensor)
-        self.literals.add(found := value_of(tensor))
+        self.literals.add(found := literal_line(tensor))
         return found
 
     def _call(self, name: str, tensor: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         return found
 
 
-def value_of(tensor: torch.Tensor) -> str:
+def literal_line(tensor: torch.Tensor) -> str:
     """The numbers of a literal; on meta it has none."""
     with outside_fake_modes():
         numbers = None if tensor.is_meta else tensor.tolist()

@@ -24,7 +24,7 @@ from torch.fx import Interpreter
 from autopar._torch import fake_errors_quiet, fake_mode, fake_mode_of, is_fake, pytree
 from autopar.cache._torch import has_global_hooks, has_hooks, has_modes_around, is_plain, told_of_export, unseen_noted
 from autopar.cache.describe import NotKnown, described
-from autopar.cache.recorder import Recorder, value_of
+from autopar.cache.recorder import Recorder, literal_line
 from autopar.driver.compiled import TENSOR
 from autopar.frontend.assigned_buffers import assigned_buffers
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
@@ -53,7 +53,7 @@ class Trace:
         kept = [int(item.name) for item in program.signature.outputs if item.kind in ("loss", "output")]
         same = program.signature.structure == self.spec.structure and program.signature.leaves == self.spec.leaves
         same = same and not any(is_fake(each) for each in program.constants.values())
-        same = same and {value_of(each) for each in program.constants.values()} <= self.recorder.literals
+        same = same and {literal_line(each) for each in program.constants.values()} <= self.recorder.literals
         return same and _computed(program) == self.recorder.needed(self.results[index] for index in kept)
 
 
@@ -196,7 +196,7 @@ def _computed(program: Program) -> Counter[str]:
         ]
     for (item, _), each in zip(program.named_inputs(), given, strict=True):
         words = f"input {item.name}" if item.kind == "batch" else item.name
-        recorder.name(value_of(program.constants[item.name]) if item.kind == "constant" else words, each)
+        recorder.name(literal_line(program.constants[item.name]) if item.kind == "constant" else words, each)
     with autocast_off(), torch.random.fork_rng(devices=[]), mode, recorder:
         results = Interpreter(program.module()).run(*given)
     return recorder.needed(recorder.memory(results))

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopar._torch import FakeTensorMode, fake_calls_seen, fake_mode_of, is_fake, pytree
 from autopar.errors import CaptureError
 from autopar.frontend.known_values import KnownValues
-from autopar.frontend.mask_reads import READS, MaskRead, PlaceConstants, Places, TruePlaces, value_of
+from autopar.frontend.mask_reads import READS, MaskRead, PlaceConstants, Places, TruePlaces, index_tensor
 from autopar.graph.autocast import NOTHING, CastsOfCalls, Region
 from autopar.graph.emit import tensor_of
 from autopar.graph.overwrites import memory_of
@@ -124,7 +124,7 @@ def _on_meta(read: MaskRead, node: Node, places: Places) -> Any:
 
     def on_meta(operand: Any) -> Any:
         is_here = operand is None or isinstance(operand, TruePlaces)
-        return operand if is_here else torch.empty_like(value_of(operand), device="meta")
+        return operand if is_here else torch.empty_like(index_tensor(operand), device="meta")
 
     return read.counted(lambda op, args, kwargs: op(*args, **kwargs), [on_meta(arguments(node)[0])], list(map(on_meta, places)))
 

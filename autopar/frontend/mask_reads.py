@@ -43,7 +43,8 @@ class PlaceConstants:
         return node
 
 
-def value_of(operand: Any) -> torch.Tensor:
+def index_tensor(operand: Any) -> torch.Tensor:
+    """The fake value of a node, or a tensor as it is."""
     return tensor_of(operand) if isinstance(operand, Node) else operand
 
 
@@ -71,7 +72,7 @@ class _Index:
     def places(args: Sequence[Any], known: KnownValues) -> Places | None:
         found, has_mask = list[Any](), False
         for each in args[1]:
-            if each is None or value_of(each).dtype != torch.bool:
+            if each is None or index_tensor(each).dtype != torch.bool:
                 found.append(each)
             elif (mask := known.value(each)) is None or not mask.dim():
                 return None
@@ -104,7 +105,7 @@ class _MaskedSelect:
     @staticmethod
     def places(args: Sequence[Any], known: KnownValues) -> Places | None:
         mask = known.value(args[1])
-        mask = None if mask is None else mask.expand(torch.broadcast_shapes(value_of(args[0]).shape, mask.shape))
+        mask = None if mask is None else mask.expand(torch.broadcast_shapes(index_tensor(args[0]).shape, mask.shape))
         return None if mask is None or not mask.dim() else _true(mask)
 
     @staticmethod

@@ -40,7 +40,7 @@ class Layer:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The calls that give `values`, first those of the layer."""
-        found = dict.fromkeys(node for node in self.calls if value_of(node) is node)
+        found = dict.fromkeys(node for node in self.calls if shown_by(node) is node)
         read = (value for node in list(found) for value in _reads(node))
         return tuple(found | dict.fromkeys(read))
 
@@ -100,7 +100,7 @@ class Layer:
         return frozenset(self.nodes[number].name for number in chosen)
 
 
-def value_of(node: Node) -> Node:
+def shown_by(node: Node) -> Node:
     """The value that `node` shows: views, and changes of sharding that complete no sum, come with it."""
     while node.op == "call_function" and (node.target in MADE_ANEW or (node.target is reshard and not reduces(node))):
         (node,) = node.all_input_nodes[:1]
@@ -108,7 +108,7 @@ def value_of(node: Node) -> Node:
 
 
 def _reads(node: Node) -> Iterator[Node]:
-    values = (value_of(operand) for operand in node.all_input_nodes)
+    values = (shown_by(operand) for operand in node.all_input_nodes)
     yield from dict.fromkeys(value for value in values if is_forward(value))
 
 
@@ -117,7 +117,7 @@ def _users(node: Node) -> Iterator[Node]:
     for user in node.users:
         if user.op == "call_function" and is_forward(user):
             yield user
-            if value_of(user) is not user:
+            if shown_by(user) is not user:
                 yield from _users(user)
 
 
