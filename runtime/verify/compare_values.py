@@ -27,8 +27,6 @@ _CARRIERS = (reshard, aten.clone.default, aten.slice_scatter.default, aten.selec
              aten.as_strided_scatter.default, aten.index_put.default)  # fmt: skip
 
 _JOINERS = (aten.cat.default, aten.stack.default)
-# They give memory as it came.
-_NEW_MEMORY = (aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 
 
 class ValueComparison:
@@ -127,8 +125,7 @@ def _unwritten(program: Program) -> set[Node]:
     first op that reads it. One memory has others than the next."""
     found = set[Node]()
     for node in program.graph.nodes:
-        is_new = isinstance(node.target, OpOverload) and node.target.overloadpacket in _NEW_MEMORY
-        if is_new or (node.op == "call_function" and _carries(node, found)):
+        if node.op == "call_function" and ("empty" in str(node.target) or _carries(node, found)):
             found.add(node)
     return found
 
