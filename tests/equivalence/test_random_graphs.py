@@ -1,24 +1,24 @@
 """Any legal plan of any small graph is exact: random models, meshes, freedoms and strategies, in float64, on virtual ranks.
 
-The model is compared as it stands, but where it drops out: there the FORWARD program on one device is, whose draws are ours.
+The model is compared as it stands, but where it drops out: there the FORWARD program on one device is, whose draws are ours. What
+the front door makes of these models, step by step, is `test_random_models.py`.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.checks.checker import Checker, check_schedule_program
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.manager import History, Pass, run_passes
+from autopar.errors import AutoparError
 from autopar.graph.promote import default_float64
 from autopar.ir.freedom import Freedom
 from autopar.ir.mesh import Mesh, virtual_mesh
@@ -27,14 +27,16 @@ from autopar.passes.forward.key_random import KeyRandom
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.testing.random_shardings import RandomShardings
-from tests.support.models.random import RandomGraph
-from tests.support.models.random_calls import MAX_CALLS, random_graphs
 from tests.support.programs import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule
+from tests.support.random_models.generate import random_model
+from tests.support.random_models.model import RandomModel
+from tests.support.random_models.shrink import shrink, smaller_models
+from tests.support.random_models.steps import Step, runs
 
 TOLERANCE = 1e-9
-# Cases of a number: graphs, and plans of each.
-QUICK, LONG = (3, 10), (10, 10)
-PHASES = (Phase.generate, Phase.shrink)
+NUM_PLANS = 10
+# Graphs of a number, and their calls.
+QUICK, LONG = (4, 5), (10, 10)
 MESHES = tuple(
     virtual_mesh(**axes)
     for axes in (
@@ -57,15 +59,19 @@ class RandomPlan:
 
 @dataclass
 class Tally:
-    """What was tried: cases, the nodes that were given a strategy, those that it splits, the collectives, the largest error."""
+    """What was tried: cases, graphs that were refused or cannot be compared, the nodes that were given a strategy, those that it
+    splits, the largest error."""
 
     cases: int = 0
+    refused: int = 0
+    skipped: int = 0
     nodes: int = 0
     split: int = 0
     worst: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.cases} cases, {self.split / max(self.nodes, 1):.2f} of {self.nodes} ops split, worst error {self.worst:.2g}"
+        of_calls = f"{self.split / max(self.nodes, 1):.2f} of {self.nodes} ops split"
+        return f"{self.cases} cases, {self.refused} graphs refused, {self.skipped} skipped, {of_calls}, worst error {self.worst:.2g}"
 
 
 def _passes() -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
@@ -103,78 +109,96 @@ class Reference:
         return worst
 
 
-def reference_of(graph: RandomGraph) -> Reference:
-    model, batch = graph.model(), graph.batch()
+def reference_of(model: RandomModel) -> Reference | None:
+    """None of a model whose gradients are nothing, or all cancel: errors would be relative to rounding."""
+    module, batch = model.module(), model.inputs_of(1)
     history = History()
-    program = run_passes(forward_program(model, batch, virtual_mesh(dp=1)), BEFORE, (history,))
-    inputs = inputs_of(program, model, (), batch)
+    program = run_passes(forward_program(module, batch, virtual_mesh(dp=1)), BEFORE, (history,))
+    inputs = inputs_of(program, module, (), batch)
     inputs |= {("tangent", "0"): torch.ones(())}
-    wanted = run_forward(history.program(KeyRandom), inputs) if graph.drops else run_model(model, batch)
-    return Reference(program, history.program(KeyRandom), inputs, wanted)
+    wanted = run_forward(history.program(KeyRandom), inputs) if model.drops else run_model(model)
+    is_comparable = sum(float(value.norm()) for (kind, _), value in wanted.items() if kind == "gradient") > 1e-3
+    return Reference(program, history.program(KeyRandom), inputs, wanted) if is_comparable else None
 
 
-def run_model(model: nn.Module, batch: dict[str, Tensor]) -> Values:
-    loss = model(**batch)
-    assume(loss.requires_grad)
-    names = [name for name, _ in model.named_parameters()]
-    gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names], allow_unused=True)
+def run_model(model: RandomModel) -> Values:
+    module = model.module()
+    loss = module(**model.inputs_of(1))
     found: Values = {("loss", "0"): loss.detach()}
-    return found | {("gradient", name): value for name, value in zip(names, gradients, strict=True) if value is not None}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not loss.requires_grad:
+        return found
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return found | {("gradient", name): value for name, value in zip(trained, gradients, strict=True) if value is not None}
 
 
-def run_plan(reference: Reference, plan: RandomPlan, tally: Tally, is_checked: bool) -> None:
+def run_plan(model: RandomModel, reference: Reference, plan: RandomPlan, tally: Tally, is_checked: bool) -> None:
     program = run_passes(reference.program.copy(mesh=plan.mesh, freedom=plan.freedom), (RefineMesh(),))
-    random = RandomShardings(plan.seed, plan.calm)
-    decision = random.decide(program)
-    written = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
+    shardings = RandomShardings(plan.seed, plan.calm)
+    decision = shardings.decide(program)
+    written = run_passes(shardings.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
     check_schedule_program(written)
-    errors = errors_of(run_schedule(written.places[0], program.mesh, reference.inputs), reference.wanted)
+    found = run_schedule(written.places[0], program.mesh, reference.inputs)
+    # Of a parameter that nothing reads there are zeros here, and nothing there; what becomes of buffers is nothing that the model returns.
+    errors = errors_of({key: found[key] for key in reference.wanted}, reference.wanted)
     tally.cases += 1
     tally.nodes += program.num_nodes
     tally.split += sum(decision[node.name].num_shards > 1 for node in program.graph.nodes if node.op == "call_function")
     tally.worst = max(tally.worst, *errors.values())
-    wrong = {key: error for key, error in errors.items() if not error <= TOLERANCE}
+    wrong = {key: error for key, error in errors.items() if not error <= max(TOLERANCE, model.tolerance)}
     if wrong:
         rounding = reference.rounding()
         wrong = {key: error for key, error in wrong.items() if not error <= 10 * rounding[key]}
     assert not wrong, f"{plan}: {wrong}"
 
 
-def try_plans(graph: RandomGraph, plans: Sequence[RandomPlan], tally: Tally) -> None:
+def random_plans(seed: int) -> list[RandomPlan]:
+    draw = random.Random(f"plans {seed}")
+    return [RandomPlan(draw.choice(MESHES), draw.choice(FREEDOMS), draw.randrange(2**16), draw.choice(CALM)) for _ in range(NUM_PLANS)]
+
+
+def try_plans(model: RandomModel, tally: Tally) -> None:
+    """Those of the model's seed. What captures a model may refuse it; no plan of one that is captured is refused."""
     with default_float64():
-        reference = reference_of(graph)
-        # Where nothing has a gradient, or all of it cancels, errors are relative to rounding.
-        assume(sum(float(value.norm()) for (kind, _), value in reference.wanted.items() if kind == "gradient") > 1e-3)
-        for number, plan in enumerate(plans):
-            run_plan(reference, plan, tally, is_checked=number == 0)
+        try:
+            reference = reference_of(model) if runs(model, Step(1)) else None
+        except AutoparError:
+            tally.refused += 1
+            return
+        if reference is None:
+            tally.skipped += 1
+            return
+        for number, plan in enumerate(random_plans(model.seed)):
+            run_plan(model, reference, plan, tally, is_checked=number == 0)
 
 
-PLAN = st.builds(RandomPlan, st.sampled_from(MESHES), st.sampled_from(FREEDOMS), st.integers(0, 2**16), st.sampled_from(CALM))
+def fails(model: RandomModel) -> bool:
+    try:
+        try_plans(model, Tally())
+    except Exception:
+        return True
+    return False
 
 
-def try_graphs(number: int, max_calls: int, num_graphs: int, num_plans: int) -> Tally:
-    """`num_plans` plans for each of `num_graphs` graphs: those of `number`."""
+def try_graphs(number: int, num_graphs: int, max_calls: int) -> Tally:
+    """The plans of each of `num_graphs` graphs: those of `number`. Of one that fails the smallest part that fails is shown."""
     tally = Tally()
-
-    # A seed, not `derandomize`, which would draw the same graphs for every number.
-    @seed(number)
-    @settings(
-        max_examples=num_graphs, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES, print_blob=False
-    )
-    @given(random_graphs(max_calls), st.lists(PLAN, min_size=num_plans, max_size=num_plans))
-    def every_plan_is_exact(graph: RandomGraph, plans: list[RandomPlan]) -> None:
-        try_plans(graph, plans, tally)
-
-    every_plan_is_exact()
-    assert tally.cases >= num_graphs * num_plans
-    assert tally.split > 0.4 * tally.nodes, f"replicating everything is exact, too: {tally}"
+    for seed in range(number * num_graphs, (number + 1) * num_graphs):
+        model = random_model(seed, max_calls, drops=True).of_loss()
+        try:
+            try_plans(model, tally)
+        except Exception as error:
+            error.add_note(f"seed {seed}, {max_calls} calls, of which this fails:\n{shrink(model, smaller_models, fails, seconds=60)}")
+            raise
+    assert tally.cases >= 0.7 * num_graphs * NUM_PLANS, str(tally)
+    assert tally.split > 0.2 * tally.nodes, f"replicating everything is exact, too: {tally}"
     return tally
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3, 4))])
 def test_every_plan_of_a_small_graph_is_exact(number: int) -> None:
-    """Thirty cases for each number."""
-    try_graphs(number, 5, *QUICK)
+    """Forty cases for each number."""
+    try_graphs(number, *QUICK)
 
 
 @pytest.mark.slow
@@ -182,5 +206,5 @@ def test_every_plan_of_a_small_graph_is_exact(number: int) -> None:
 def test_every_plan_of_a_larger_graph_is_exact(number: int) -> None:
     """5,000 cases in all; `pytest -s` prints what `docs/random-graphs.md` records."""
     start = time.process_time()
-    tally = try_graphs(number, MAX_CALLS, *LONG)
+    tally = try_graphs(number, *LONG)
     print(f"\n{number}: {tally}, {time.process_time() - start:.0f} s of CPU")
