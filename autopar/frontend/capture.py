@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import fake_mode, foreign_parameters_refused, operands_traced_as_they_are, pytree
+from autopar._torch import fake_mode, foreign_parameters_refused, operands_traced_as_they_are, pytree, regions_traced
 from autopar.errors import CaptureError
 from autopar.frontend._torch import (
     asking_for_gradients_ignored,
@@ -158,6 +158,7 @@ def _exported(
             foreign_parameters_refused(),
             known_masks_counted(),
             operands_traced_as_they_are(),
+            regions_traced(),
             warnings.catch_warnings(record=True) as heard,
             torch.enable_grad(),
         ):

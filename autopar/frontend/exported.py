@@ -1,6 +1,6 @@
 """From torch's `ExportedProgram` to a FORWARD program: one device-independent form.
 
-Placeholders for parameters, buffers, constants and batch tensors in that order, regions under `no_grad` inlined,
+Placeholders for parameters, buffers, constants and batch tensors in that order, what is under `no_grad` detached,
 values faked on the CPU whatever device the model is on.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any, cast
@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import HigherOrderOperator, pytree, schema_of
+from autopar._torch import GIVEN_BACK, REGION_MARKS, HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.data_writes import data_writes_detached, own_data_kept
@@ -35,7 +35,7 @@ from autopar.graph.differentiable import differentiable, is_float
 from autopar.graph.emit import replace, tensor_of
 from autopar.graph.fake_values import IN_PLACE_VIEWS, set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
-from autopar.ir.arguments import all_named, arguments, int_at, node_at
+from autopar.ir.arguments import all_named, arguments, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
@@ -84,8 +84,8 @@ def forward_program(
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
             constants[item.name] = _on_host(cast(torch.Tensor, exported.constants[item.name]))
-    copies = _Copies(graph, mapping, device)
-    copies.calls(exported.graph_module, None if autocast is None else Region(autocast))
+    copies = _Copies(graph, mapping, device, [None if autocast is None else Region(autocast)])
+    copies.calls(exported.graph_module)
     hooks_placed(graph)
     own_data_kept(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept, assigned)
@@ -178,31 +178,47 @@ class _Copies:
     graph: Graph
     mapping: dict[Node, Any]
     device: str
+    entered: list[Region | None]  # the autocast around the call, and those that forward has entered since, the innermost last
     regions: dict[Node, Region] = field(default_factory=dict)
-    # Views that regions under `no_grad` see in place of values from outside; renamed there, these keep the names that they have outside.
-    inside: set[Node] = field(default_factory=set)
+    is_detached: bool = False  # under `no_grad`
+    # Under `no_grad`: what was made since it began; and the views, in whose place values from outside are seen.
+    made: set[Node] = field(default_factory=set)
+    views: dict[Node, Node] = field(default_factory=dict)
+    outside: dict[Node, Node] = field(default_factory=dict)  # of each such view the value from outside
 
-    def calls(self, module: GraphModule, region: Region | None) -> tuple[Any, ...]:
-        """Copy the calls of `module`, regions under `no_grad` or autocast inlined; returns what it outputs."""
+    def calls(self, module: GraphModule) -> None:
+        """Copy the calls of `module`: what is under `no_grad` computes with detached values, what is under an autocast is in `regions`."""
         for node in module.graph.nodes:
-            if node.op == "output":
-                return torch.fx.map_arg(node.args[0], lambda argument: self.mapping[argument])
             # What else torch asserts, of shapes and dtypes, held when it was traced.
-            if node.op in ("placeholder", "get_attr") or ("_assert" in str(node.target) and node.target not in ASSERTS):
+            if node.op in ("placeholder", "get_attr", "output") or ("_assert" in str(node.target) and node.target not in ASSERTS):
                 continue
             assert node.op == "call_function", node.format_node()
-            if isinstance(node.target, HigherOrderOperator):
-                self.mapping[node] = self._inlined(module, node, region)
-            elif node.target is operator.getitem and isinstance(self.mapping[node.args[0]], tuple):
-                self.mapping[node] = self.mapping[node_at(node, 0)][int_at(node, 1)]
+            mark = REGION_MARKS.get(node.target)
+            if mark == "gradients":
+                self.is_detached, self.made, self.views = not node.args[0], set(), {}
+            elif mark == "autocast":
+                self.entered.append(self._entered(node.args))
+            elif mark == "end of autocast":
+                self.entered.pop()
+            elif isinstance(node.target, HigherOrderOperator):
+                args = list(arguments(node))
+                raise CaptureError(
+                    f"{_region_source(module, args)} runs under {node.target}{tuple(map(str, args[:4]))}, a region that autopar does not "
+                    "rewrite; move the context out of forward"
+                )
             else:
-                self._copy(node, region)
-        raise AssertionError("a graph without an output")
+                self._copy(node)
 
-    def _copy(self, node: Node, region: Region | None) -> None:
-        copied = self.graph.node_copy(node, lambda argument: self.mapping[argument])
+    def _copy(self, node: Node) -> None:
+        is_same = bool(node.meta.get(GIVEN_BACK))  # and has the gradient that it had, `h.float()` of an `h` of float32 being `h`
+        detaches = self.is_detached and not is_same and node.target is not operator.getitem
+        copied = self.graph.node_copy(node, lambda argument: self._inside(argument) if detaches else self.mapping[argument])
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
-        self.mapping[node] = copied
+        # What is written in place is itself, inside and outside.
+        self.mapping[node] = self.outside.get(_written(copied), copied)
+        if self.is_detached and not is_same:
+            self.made.add(copied)
+        region = self.entered[-1]
         if region is not None:
             self.regions[copied] = region
             if region.autocast is None:
@@ -213,11 +229,24 @@ class _Copies:
         if copied.target in IN_PLACE_VIEWS:
             self._rename(copied)
 
+    def _inside(self, argument: Node) -> Node:
+        """What `no_grad` sees of a value: of one from outside a detached view. What is written there has no gradient either."""
+        value = self.mapping[argument]
+        if _written(value) in self.made:
+            return value
+        if value not in self.views:
+            self.views[value] = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+            self.views[value].meta = dict(value.meta)
+            self.outside[self.views[value]] = value
+        return self.views[value]
+
     def _rename(self, copied: Node) -> None:
         """What changes the shape of its operand in place is another view of its memory, which all names of the operand mean from then on.
         Views that were made of it before stay as they are; torch's own functional form of such an op makes others of them."""
         operand = _written(node_at(copied, 0))
-        if copied.target is not torch.ops.aten.detach_.default and operand in self.inside:
+        if copied.target is torch.ops.aten.detach_.default:
+            operand = self.outside.get(operand, operand)
+        elif operand in self.outside:
             raise CaptureError(
                 f"under no_grad forward changes the shape of a value from outside in place ({copied.target}), which would be lost\n"
                 f"  where: {source_of(copied, WRAPPED).at}\n"
@@ -228,33 +257,10 @@ class _Copies:
             if isinstance(value, Node) and _written(value) is operand:
                 self.mapping[name] = copied
 
-    def _inlined(self, module: GraphModule, call: Node, region: Region | None) -> Any:
-        """The body of a region: what `no_grad` computes with is detached; under an autocast its calls are noted in `regions`."""
-        name, args, detached = str(call.target), list(arguments(call)), False
-        if name == "wrap_with_set_grad_enabled":
-            detached, body, operands = not args[0], args[1], args[2:]
-        elif name == "wrap_with_autocast":
-            region, body, operands = self._entered(args, region), args[4], args[5:]
-        else:
-            raise CaptureError(
-                f"{_region_source(module, args)} runs under {name}{tuple(map(str, args[:4]))}, a region that autopar does not rewrite; "
-                "move the context out of forward"
-            )
-        assert isinstance(body, Node)
-        inner = getattr(module, str(body.target))
-        outer = [self.mapping[operand] for operand in operands]
-        # The operands rather than the results: what is written in place inside has no gradient either.
-        own = [_detached(self.graph, operand) if detached else operand for operand in outer]
-        self.inside |= set(own) - set(outer)
-        self.mapping |= zip(inner.graph.find_nodes(op="placeholder"), own, strict=True)
-        results = self.calls(inner, region)
-        # An operand that the region hands back, written in place or not, is itself.
-        themselves = dict(zip(own, outer, strict=True))
-        return tuple(themselves.get(_written(result), result) for result in results)
-
-    def _entered(self, args: list[Any], outer: Region | None) -> Region:
+    def _entered(self, args: Sequence[Any]) -> Region:
         """The region that `torch.autocast(device, dtype, enabled, cache)` opens; what is on other devices it leaves as it was."""
-        device, dtype, enabled, caches = args[:4]
+        device, dtype, enabled, caches = args
+        outer = self.entered[-1]
         autocast = outer.autocast if outer is not None else None
         if self.device in (device, "meta"):
             keeps = (autocast is None or autocast.caches) if caches is None else bool(caches)
@@ -278,12 +284,6 @@ def _written(result: Node) -> Node:
     while result.op == "call_function" and gives_back(result):
         result = written_by(result)
     return result
-
-
-def _detached(graph: Graph, operand: Node) -> Node:
-    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
-    node.meta = dict(operand.meta)
-    return node
 
 
 def _drop_needless_detaches(program: Program) -> None:

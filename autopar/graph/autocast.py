@@ -23,6 +23,7 @@ from autopar._torch import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    attribute_set,
     fake_errors_quiet,
     has_kernel,
     pytree,
@@ -146,7 +147,7 @@ class _Question:
                 {i: torch.float32 for i, leaf in enumerate(self.leaves) if self._is_eligible(leaf) and leaf.dtype != torch.float32}
             )
         try:
-            wanted, returned = self._events(NOTHING, self.autocast)
+            wanted, _ = self._events(NOTHING, self.autocast)
         except (RuntimeError, AssertionError) as error:
             return self._where_it_does_not_run(error)
         with fake_errors_quiet():
@@ -161,7 +162,8 @@ class _Question:
         odd = [str(event.target) for event in wanted if any(word in str(event.target) for word in _OF_A_DEVICE)]
         if odd:
             raise CastInsideError(f"{self.target} is cast inside, where it is made of {', '.join(dict.fromkeys(odd))}")
-        return Casts(events=wanted, returned=returned)
+        events, returned = self._events(NOTHING, self.autocast, self._result())
+        return Casts(events=events, returned=returned)
 
     def _where_it_does_not_run(self, error: Exception) -> Casts:
         """On fakes of a device that is not there: as on contiguous operands, which take fewer ways; else by what it is made of on a CPU."""
@@ -208,8 +210,14 @@ class _Question:
         if "dtype" in names[len(args) :] and kwargs.get("dtype") is None:
             yield Casts(dtype=torch.float32)
 
-    def _events(self, casts: Casts, autocast: Autocast | None) -> tuple[tuple[Event, ...], Any]:
-        """The ops that reach kernels, and what the call returns, each tensor as a `Tensor`."""
+    def _result(self) -> Any:
+        """What the call gives in a run: an LSTM that is one op of oneDNN's gives the lower dtype, and made of others float32."""
+        with self.mode, torch.no_grad(), attribute_set(self.mode, "cache_enabled", False), _autocast(self.autocast, enabled=True):
+            args, kwargs = pytree.tree_unflatten([self._fake(leaf) for leaf in self.leaves], self.structure)
+            return self.target(*args, **kwargs)
+
+    def _events(self, casts: Casts, autocast: Autocast | None, like: Any = None) -> tuple[tuple[Event, ...], Any]:
+        """The ops that reach kernels, and what the call returns, in the dtypes of `like`, each tensor as a `Tensor`."""
         with self.mode, torch.no_grad(), without_onednn(self.mode), _autocast(self.autocast, enabled=autocast is not None):
             leaves = [self._fake(leaf) for leaf in self.leaves]
             with _Recorder(leaves) as recorder:
@@ -218,6 +226,8 @@ class _Question:
                     cast[place] = leaves[place].to(dtype)
                 args, kwargs = pytree.tree_unflatten(cast, self.structure)
                 result = self.target(*args, **(kwargs | ({"dtype": casts.dtype} if casts.dtype is not None else {})))
+                if like is not None:
+                    result = pytree.tree_map(lambda made, wanted: made.to(wanted.dtype), result, like)
         return tuple(recorder.events), pytree.tree_map_only(torch.Tensor, recorder.numbered, result)
 
     def _fake(self, leaf: Any) -> Any:
