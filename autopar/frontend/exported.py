@@ -332,7 +332,7 @@ def _copy_outputs(
 
 
 def _with_dtypes(program: Program) -> Program:
-    """Outputs in the dtypes that they have once casts are written out: export does not see those of an autocast in forward."""
+    """Outputs in the dtypes that they have once casts are written out: export does not see those of a device that is not there."""
     outputs = tuple(replace_fields(output, dtype=tensor_of(node).dtype) for output, node in program.named_outputs())
     return replace_fields(program, signature=replace_fields(program.signature, outputs=outputs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -151,6 +152,54 @@ def test_regions_in_forward(mesh: dict[str, int], backend: str) -> None:
     wanted = torch.autograd.grad(model(*batch), list(model.parameters()))
     assert all(grad is not None and grad.dtype == torch.float32 for grad in found)
     assert max(error_of(grad, other) for grad, other in zip(found, wanted, strict=True)) < 0.02
+
+
+LOW_TIMES_FULL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": lambda h, w: torch.bmm(h, w.expand(len(h), 8, 8)),
+    "baddbmm": lambda h, w: torch.baddbmm(h, h, w.expand(len(h), 8, 8)),
+    "einsum": lambda h, w: torch.einsum("bij,jk->bik", h, w),
+    "attention": lambda h, w: nn.functional.scaled_dot_product_attention(h, h @ w, w.expand(len(h), 8, 8)),
+}
+
+
+class Mixed(nn.Module):
+    """In a region of bfloat16 an op of operands that are not of one dtype, which autocast casts."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.weight, self.compute = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8)), compute
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def low(self, x: Tensor) -> Tensor:
+        return self.compute(self.first(x), self.weight)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        low = self.low(x)
+        return {"loss": low.float().square().mean(), "low": low}
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("name", LOW_TIMES_FULL)
+def test_a_region_of_forward_casts_operands_to_one_dtype(name: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(LOW_TIMES_FULL[name]), torch.randn(4, 8, 8)
+    parallel = compiled(model, mesh, (x,), outputs="all")
+    assert parallel.verify(x) and parallel.verify(x, promote=True)
+    found, wanted = parallel(x), model(x)
+    assert found["low"].dtype == wanted["low"].dtype == torch.bfloat16
+    torch.testing.assert_close(found["loss"], wanted["loss"], rtol=0.01, atol=0.0)
+
+
+def test_a_layer_of_an_lstm_gives_the_dtype_of_eager_autocast() -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(8, 8), torch.randn(5, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            wanted, _ = model(x)
+        except RuntimeError:
+            pytest.skip("oneDNN has no LSTM in bfloat16 for this CPU")
+        program = capture(model, (x,), {}, virtual_mesh(dp=1), outputs="all")
+    assert program.signature.outputs[0].dtype == wanted.dtype
 
 
 def test_calls_within_and_without_are_captured_apart() -> None:

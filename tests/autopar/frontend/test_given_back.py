@@ -52,6 +52,93 @@ def test_what_is_read_under_no_grad_trains_on(name: str) -> None:
     assert parallel.verify(x=x, y=y)
 
 
+GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "cast": lambda h: h.float(),
+    "cast twice": lambda h: h.to(torch.float32).type_as(h),
+    "cast in an autocast": torch.autocast("cpu", torch.bfloat16)(lambda h: h.float()),
+    "cast and written into": lambda h: h.float().mul_(3.0),
+    "dropped out of by nothing": lambda h: F.dropout(h, 0.0),
+}
+
+
+class Given(nn.Module):
+    """Trains through what `no_grad` gave back."""
+
+    def __init__(self, give: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.give = nn.Linear(8, 8), give
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        with torch.no_grad():
+            given = self.give(h)
+            apart = given * 2
+        return (given * apart).mean()
+
+
+def assert_trained_alike(model: nn.Module, x: Tensor) -> None:
+    model(x).backward()
+    wanted = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    parallel(x).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    assert [each is None for each in found] == [each is None for each in wanted]
+    torch.testing.assert_close([each for each in found if each is not None], [each for each in wanted if each is not None])
+    assert parallel.verify(x)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_no_grad_gives_back_as_it_was_has_its_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    assert_trained_alike(Given(GIVEN[name]), torch.randn(4, 8))
+
+
+class Dropping(nn.Module):
+    """In evaluation dropout gives its operand, which is then written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.drop(h).mul_(3.0)
+        return h.square().mean()
+
+
+def test_dropout_in_evaluation_gives_its_operand() -> None:
+    torch.manual_seed(0)
+    assert_trained_alike(Dropping().eval(), torch.randn(4, 8))
+
+
+class Within(nn.Module):
+    """Regions of gradients and of an autocast within each other."""
+
+    def __init__(self, is_cast_outside: bool) -> None:
+        super().__init__()
+        self.frozen, self.linear, self.weight = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+        self.is_cast_outside = is_cast_outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        regions = torch.autocast("cpu", enabled=False), torch.no_grad()
+        outer, inner = regions if self.is_cast_outside else regions[::-1]
+        with outer:
+            with inner:
+                target = self.frozen(x)
+                with torch.enable_grad():
+                    trained = self.linear(x)
+                apart = trained * 2
+            target = target + 1
+        return (target * trained * apart * self.weight).mean()
+
+
+@pytest.mark.parametrize("is_cast_outside", [True, False])
+def test_no_grad_within_an_autocast_trains_nothing(is_cast_outside: bool) -> None:
+    torch.manual_seed(0)
+    assert_trained_alike(Within(is_cast_outside), torch.randn(4, 8))
+
+
 class Precise(nn.Module):
     """What an autocast gave is cast, and read as it was, too."""
 
