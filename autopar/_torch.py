@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from torch._decomp import decompositions
 from torch._dynamo import trace_rules
-from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -32,7 +31,6 @@ from torch.distributions import constraints
 from torch.export import _trace
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental import proxy_tensor
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +43,7 @@ __all__ = [
     "DISTRIBUTIONS_CHECKED",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "MARKS_DIRTY",
     "MATRIX_CONSTRAINTS",
     "NORM_OF_BATCH",
     "OpOverload",
@@ -82,6 +81,8 @@ ARE_ALL_TRUE: list[tuple[Any, str]] = [(torch, "_is_all_true"), *([_IN_DISTRIBUT
 DISTRIBUTIONS_CHECKED = (torch.distributions.Distribution, "_validate_args")
 CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
 NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
+# Since 2.13 torch says of a `torch.autograd.Function` which results are operands that it wrote into (`mark_dirty`).
+MARKS_DIRTY = "dirty_idx" in type(autograd_function_apply).__call__.__code__.co_consts
 MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite, constraints._PositiveDefinite)
 # They give their operand itself where it has the dtype already.
 CASTS = (torch.ops.aten.to, torch.ops.aten.type_as)
@@ -310,92 +311,6 @@ def fake_calls_seen(by: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> A
         return by(lambda op, args, kwargs: dispatch(mode, op, types, args, kwargs), op, args, kwargs or {})
 
     return attribute_set(FakeTensorMode, "dispatch", seen)
-
-
-# Of a node of an export: the op gave its operand back, and is there because it may make a copy of it where dtypes are others.
-GIVEN_BACK = "given_back"
-
-
-def operands_traced_as_they_are() -> AbstractContextManager[None]:
-    """While this is entered, a tensor that an op gives back as it was given (dropout in evaluation, what `F.mse_loss` broadcasts) stays to
-    a trace what it was before. To torch who reads it later reads what the op gave, which may be under `no_grad`.
-
-    A cast to the dtype that it has, `x.float()`, gives a tensor of its own, `GIVEN_BACK`: an autocast that a trace does not run (of a GPU
-    that is not there), or `precision=` may make another dtype of the operand.
-    """
-    call = proxy_tensor.proxy_call
-
-    def traced(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        tracer = mode.tracer
-        if func is torch.ops.aten.dropout.default and (args[1] == 0 or not args[2]):  # to a trace it is a copy
-            return args[0]
-        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        slots: list[Any] = [proxy_tensor.get_proxy_slot(each, tracer, None) for each in given]
-        result: Any = call(mode, func, pre_dispatch, args, kwargs)
-        if writes_operands(func) or result is NotImplemented:
-            return result
-        results = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-        for operand, slot in zip(given, slots, strict=True):
-            made: Any = proxy_tensor.get_proxy_slot(operand, tracer, None)
-            if slot is None or made is slot or not any(operand is each for each in results):
-                continue
-            proxy_tensor.set_proxy_slot(operand, tracer, slot)
-            if result is operand and func.overloadpacket in CASTS:
-                with proxy_tensor.disable_proxy_modes_tracing(), torch.enable_grad():  # as what it shows has one, also under no_grad
-                    result = torch.ops.aten.alias.default(operand)
-                proxy_tensor.set_proxy_slot(result, tracer, made)
-                made.proxy.node.meta[GIVEN_BACK] = True
-            elif result is operand:
-                tracer.graph.erase_node(made.proxy.node)
-        return result
-
-    return attribute_set(proxy_tensor, "proxy_call", traced)
-
-
-# What an export with `regions_traced` has where a region of forward begins or ends. The first has whether gradients are on, an autocast its
-# device, dtype, and whether it is enabled and caches.
-REGION_MARKS: dict[Any, str] = {
-    torch._C._set_grad_enabled: "gradients",
-    torch.amp.autocast_mode._enter_autocast: "autocast",
-    torch.amp.autocast_mode._exit_autocast: "end of autocast",
-}
-
-
-@contextmanager
-def regions_traced() -> Generator[None]:
-    """While this is entered, `torch.export` leaves `REGION_MARKS` in its graph, and traces what is under an autocast in forward with the
-    dtypes that it has there.
-
-    Torch makes a graph of its own of each region, and loses `no_grad` in an autocast. It traces as if no autocast were there: ops that take
-    one dtype are given two then, and `x.float()` of what is bfloat16 seems to give `x`.
-    """
-    mode, entered = proxy_tensor.PreDispatchTorchFunctionMode, list[torch.autocast]()
-    function = mode.__torch_function__
-
-    def called(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = function(self, func, types, args, kwargs)
-        mark = REGION_MARKS.get(func)
-        if mark == "autocast":
-            entered.append(torch.autocast(*args))
-            entered[-1].__enter__()
-            torch.set_autocast_cache_enabled(False)  # copies of parameters that have no values
-        elif mark == "end of autocast":
-            entered.pop().__exit__(None, None, None)
-        return node
-
-    def kept(graph: GraphModule, signature: Any) -> Any:
-        return graph, signature
-
-    with (
-        attribute_set(mode, "__torch_function__", called),
-        attribute_set(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", kept),
-        attribute_set(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", kept),
-    ):
-        try:
-            yield
-        finally:
-            while entered:  # the trace ended in an error
-                entered.pop().__exit__(None, None, None)
 
 
 def compiling() -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ MAX_LINES = 400
 PRIVATE_TORCH_FILES = {
     "autopar/_torch.py",
     "autopar/frontend/_torch.py",
+    "autopar/frontend/_torch_export.py",
     "autopar/cache/_torch.py",
     "runtime/_torch.py",
     "runtime/module/_torch.py",

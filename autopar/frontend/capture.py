@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import fake_mode, foreign_parameters_refused, operands_traced_as_they_are, pytree, regions_traced
+from autopar._torch import fake_mode, foreign_parameters_refused, pytree
 from autopar.errors import CaptureError
 from autopar.frontend._torch import (
     asking_for_gradients_ignored,
@@ -29,6 +29,7 @@ from autopar.frontend._torch import (
     parameters_not_copied,
     variables_traced,
 )
+from autopar.frontend._torch_export import operands_traced_as_they_are, regions_traced
 from autopar.frontend.assigned_buffers import Assigned, assigned_buffers, assigned_value, assigned_written
 from autopar.frontend.attribute_reads import read_and_assigned
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of, others, tensors_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from autopar._torch import outside_fake_modes
+from autopar._torch import MARKS_DIRTY, outside_fake_modes
 from autopar.errors import CaptureError
 from autopar.frontend._torch import custom_functions_replaced
 from autopar.graph.custom_functions import CustomFunction, Results, as_function, custom_function
@@ -57,7 +57,8 @@ def custom_functions_kept() -> Generator[None]:
 def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
     results = arguments(forward.graph.output_node())[0][0]
     leaves = list(results) if isinstance(results, (tuple, list)) else [results]
-    if options.get("dirty_idx") or not all(isinstance(each, Tensor) for each in operands) or not all(isinstance(x, Node) for x in leaves):
+    is_written = options.get("dirty_idx") if MARKS_DIRTY else _gives_back_written(forward, leaves)
+    if is_written or not all(isinstance(each, Tensor) for each in operands) or not all(isinstance(x, Node) for x in leaves):
         raise CaptureError(
             "a torch.autograd.Function writes into its input (mark_dirty), or takes or returns something that is no tensor; "
             "let it take and return tensors, and write out of place"
@@ -67,6 +68,18 @@ def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], 
     is_tuple = isinstance(results, (tuple, list))
     found = keep(CustomFunction(forward, backward, dict(options), is_tuple), operands)
     return found if is_tuple else found[0]
+
+
+def _gives_back_written(forward: GraphModule, results: Sequence[Any]) -> bool:
+    """Whether an operand is written into and given back, which is what `mark_dirty` is for."""
+    given = set(forward.graph.find_nodes(op="placeholder"))
+    written = {node.args[0] for node in forward.graph.nodes if _writes(node)} & given
+    return any(each in written or (each.target == "view_as" and each.args[0] in written) for each in results if isinstance(each, Node))
+
+
+def _writes(node: Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.target is operator.setitem or (str(name).endswith("_") and not str(name).endswith("__"))
 
 
 def _make_constants(half: GraphModule) -> None:

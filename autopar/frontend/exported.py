@@ -20,8 +20,9 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import GIVEN_BACK, REGION_MARKS, HigherOrderOperator, pytree, schema_of
+from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
+from autopar.frontend._torch_export import GIVEN_BACK, REGION_MARKS
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.data_writes import data_writes_detached, own_data_kept
 from autopar.frontend.hooks import hooks_placed
@@ -34,13 +35,15 @@ from autopar.graph.autocast import Autocast, Region
 from autopar.graph.differentiable import differentiable, is_float
 from autopar.graph.emit import replace, tensor_of
 from autopar.graph.fake_values import IN_PLACE_VIEWS, set_fake_values
-from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
+from autopar.graph.overwrites import gives_back, is_written_after, memory_of, writers_of, written_by
 from autopar.ir.arguments import all_named, arguments, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
 from autopar.ir.source import WRAPPED, set_sources, source_of
+
+aten = torch.ops.aten
 
 _KINDS: dict[ExportedKind, InputKind] = {
     ExportedKind.PARAMETER: "parameter",
@@ -100,6 +103,7 @@ def forward_program(
     program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None), reduce=reduce)
     _refuse_transforms(graph)
     _make_gradients_dense(graph)
+    _let_views_of_attention_copy(graph)
     try:
         set_fake_values(program, copies.regions)
         set_sources(program.graph, WRAPPED)
@@ -235,7 +239,7 @@ class _Copies:
         if _written(value) in self.made:
             return value
         if value not in self.views:
-            self.views[value] = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+            self.views[value] = self.graph.call_function(aten.detach.default, (value,))
             self.views[value].meta = dict(value.meta)
             self.outside[self.views[value]] = value
         return self.views[value]
@@ -244,7 +248,7 @@ class _Copies:
         """What changes the shape of its operand in place is another view of its memory, which all names of the operand mean from then on.
         Views that were made of it before stay as they are; torch's own functional form of such an op makes others of them."""
         operand = _written(node_at(copied, 0))
-        if copied.target is torch.ops.aten.detach_.default:
+        if copied.target is aten.detach_.default:
             operand = self.outside.get(operand, operand)
         elif operand in self.outside:
             raise CaptureError(
@@ -289,7 +293,7 @@ def _written(result: Node) -> Node:
 def _drop_needless_detaches(program: Program) -> None:
     """Drop a detach of a gradient-free value, unless a differentiable one may later be written into its memory."""
     trained, written = differentiable(program), {memory_of(each) for each in writers_of(program.graph)}
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+    for node in program.graph.find_nodes(op="call_function", target=aten.detach.default):
         operand = node_at(node, 0)
         if operand not in trained and (memory_of(operand) not in written or memory_of(operand).op == "placeholder"):
             replace(node, operand)
@@ -358,6 +362,14 @@ def _make_gradients_dense(graph: Graph) -> None:
             kept = {**named, flag: False}
             positions = [each.name for each in schema_of(node.target).arguments if not each.kwarg_only]
             node.args, node.kwargs = tuple(kept.pop(name) for name in positions), kept
+
+
+def _let_views_of_attention_copy(graph: Graph) -> None:
+    """Where they must: on fake tensors torch may lay out what attention gives otherwise than a run does, and has then left out the
+    `contiguous()` in front of the view."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if memory_of(node).target is aten.scaled_dot_product_attention.default and not is_written_after(node, node):
+            node.target = aten.reshape.default
 
 
 def _refuse_sparse(graph: Graph) -> None:

@@ -204,3 +204,24 @@ def test_a_view_made_under_no_grad_may_be_given_back() -> None:
     x = torch.randn(4, 8)
     parallel = autopar.compile(Shown(), autopar.virtual_mesh(dp=2), example_inputs={"x": x}, backend="eager", outputs="all")
     assert parallel.verify(x=x)
+
+
+class TimeFirst(nn.Module):
+    """Attention of `[length, batch]`, as `nn.MultiheadAttention` has it: on fake tensors torch lays out what it gives otherwise than in a
+    run, and finds nothing to do for `contiguous()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.projection(x.transpose(0, 1)).unflatten(-1, (3, 32)).permute(2, 0, 1, 3).contiguous().view(3, 6, 32, 8)
+        attended = F.scaled_dot_product_attention(*(each.transpose(0, 1).unflatten(0, (8, 4)) for each in projected))
+        return attended.permute(2, 0, 1, 3).contiguous().view(48, 32).square().mean()
+
+
+def test_what_attention_gives_is_made_contiguous() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, 32)
+    parallel = autopar.compile(TimeFirst(), autopar.virtual_mesh(dp=2), example_inputs={"x": x}, backend="eager")
+    assert parallel.verify(x=x) and parallel.verify(x=x, promote=True)
