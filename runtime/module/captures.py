@@ -37,7 +37,7 @@ from autopar.runtime.execute.virtual_world import VirtualWorld
 from autopar.runtime.execute.world import World
 from autopar.runtime.module.backwards import Backwards
 from autopar.runtime.module.guard import ModelGuard
-from autopar.runtime.module.host_allocator import keep_freed_memory
+from autopar.runtime.module.host_allocator import FreedMemory
 from autopar.runtime.module.inputs import (
     CallInputs,
     agree_on_call,
@@ -160,6 +160,7 @@ class CapturingModule(NamesOfModel):
         self._tensors: ModelTensors | None = None
         self._trainer = trainer or Trainer(None, TrainStep())
         self._scaler: Scaler | None = None
+        self._freed = FreedMemory()
         self._weights, self._takes_global, self._pad_to, self._asked = weights, takes_global, pad_to, asked or {}
         # The latest call's inputs, of the global batch.
         self._given: CallInputs | None = None
@@ -186,6 +187,8 @@ class CapturingModule(NamesOfModel):
             with outside_inference_mode(unless=made_in_inference_mode(self._model)):
                 self._captures[key] = self._compile(inputs, shares)
         self._latest = self._captures[key].compiled
+        if runs:
+            self._freed.begin_call()
         return inputs, self._captures[key]
 
     def call_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
@@ -317,8 +320,6 @@ class CapturingModule(NamesOfModel):
             self._world.place(self._model, compiled, values)
             if isinstance(self._world, DistributedWorld):
                 step_by_parts(self._model.named_parameters(), self._world, self._trainer, before)
-            if self._world.device(self._model).type == "cpu":
-                keep_freed_memory()
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)
@@ -332,6 +333,8 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | {name: each for name, each in self._placements.items() if name not in read_now}
         self._guard.captured(compiled.facts.written)
+        if self._world.device(self._model).type == "cpu":
+            self._freed.keep()
         tell_of_unequal_shares(compiled.signature, self._world)
         if compiled.updating is not None and compiled.facts.needs_scale:
             self._trainer.scale_by_default()

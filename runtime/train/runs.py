@@ -241,7 +241,12 @@ def runs_of(members: Iterable[Member]) -> list[list[Member]]:
             run.append(each)
         else:
             found.append([each])
-    return [each for each in found if len(each) > 1 or (each[0].local.nbytes > PIECE_BYTES and each[0].state)]
+    return [each for each in found if len(each) > 1 or (is_large(each[0].local) and each[0].state)]
+
+
+def is_large(local: torch.Tensor) -> bool:
+    """Whether a parameter is more than a piece, and lies where there is a use of pieces."""
+    return local.device.type == "cpu" and local.nbytes > PIECE_BYTES
 
 
 def is_part(key: str, value: Any, tensor: torch.Tensor) -> bool:

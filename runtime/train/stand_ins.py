@@ -20,7 +20,7 @@ from autopar.driver.optimizers import scope_of
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.module.placement import like
-from autopar.runtime.train.runs import Member, Run, State, is_part, runs_of
+from autopar.runtime.train.runs import Member, Run, State, is_large, is_part, runs_of
 
 
 class _StandIn(NamedTuple):
@@ -41,7 +41,7 @@ class _StandIn(NamedTuple):
 class Entered:
     """Parameters that enter a step together, of `groups` of options. They do so again as they are where all is as it was: a look at
     everything at once takes a fraction of what a look at each takes. Of the groups that `join` those that lie side by side are stepped in
-    pieces, and put to what is `laid` out."""
+    pieces, and put to what is `laid` out; a large one that is not in pieces is one."""
 
     def __init__(
         self,
@@ -61,9 +61,13 @@ class Entered:
         self._alone = [number for number in range(len(self.parameters)) if number not in joined]
         laid |= {self.parameters[number] for number in joined}
         self.alone: list[list[torch.Tensor]] = [[] for _ in groups]
-        for number in self._alone:
-            self.alone[of_group[number]].append(self._locals[number])
         self.pieces = [(run.members[0].group, piece) for run in self._runs for piece in run.pieces]
+        for number in self._alone:
+            group, local = of_group[number], self._locals[number]
+            if group in joins and is_large(local):
+                self.pieces.append((group, local))  # it has no state yet, or cannot be cut
+            else:
+                self.alone[group].append(local)
         self._addresses = list(map(torch.Tensor.data_ptr, self._locals))
         # An optimizer without state has none of a parameter, not an empty one.
         self._outer, self._states = list(map(outer.get, self.parameters)), list(inner.values())

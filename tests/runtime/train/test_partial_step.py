@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import autopar
+from autopar.runtime.train import runs
 from autopar.runtime.train.partial_step import PartialStep, made_of
 from tests.support.models.trained import Lamb, Sm3
 
@@ -216,6 +217,31 @@ def test_parameters_that_the_optimizer_does_not_have_stay() -> None:
         partial_step.step(parameters)
         values = [float(each.detach().sum()) for each in parameters]
     assert values == [2.0, 4.0, 4.0] and counted == [0, 1]
+
+
+def test_large_parameters_are_stepped_one_by_one_before_they_have_state() -> None:
+    """`foreach` works in memory as large as all that it is given, and a first step is given all."""
+    with one_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "PIECE_BYTES", 64)
+        mesh = init_device_mesh("cpu", (1,))
+        parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)])) for size in (32, 4, 20, 4)]
+        plain = [nn.Parameter(torch.ones(each.shape)) for each in parameters]
+        optimizer, reference = torch.optim.AdamW(parameters, foreach=True), torch.optim.AdamW(plain, foreach=True)
+        partial_step, seen = PartialStep(optimizer, on_parts=True), list[list[int]]()
+        step = torch.optim.AdamW.step
+        patch.setattr(
+            torch.optim.AdamW,
+            "step",
+            lambda self: seen.append([each.numel() for group in self.param_groups for each in group["params"]]) or step(self),
+        )
+        for _ in range(2):
+            for each, other in zip(parameters, plain, strict=True):
+                each.grad, other.grad = distribute_tensor(torch.ones(each.shape), mesh, [Shard(0)]), torch.ones(each.shape)
+            partial_step.step(parameters)
+            step(reference)
+        for each, other in zip(parameters, plain, strict=True):
+            torch.testing.assert_close(cast(DTensor, each).full_tensor(), other, rtol=0, atol=0)
+    assert seen[:3] == [[4, 4], [32], [20]] and sorted(seen[3:]) == [[4], [4, 4], [16], [16], [16]]
 
 
 @contextmanager
