@@ -36,7 +36,7 @@ _ATTENTIONS = (
     "{sdpa})", "{sdpa}, is_causal=True)", "{sdpa}, attn_mask={mask} | torch.eye({n}, dtype=torch.bool))", "{sdpa}, attn_mask={bias})",
     "{sdpa}, scale=0.4)", "{sdpa}, attn_mask={keys} | torch.eye({n}, dtype=torch.bool))",
 )  # fmt: skip
-# Reads under `no_grad` of what trains. A cast that casts nothing is left out: what it gives back trains in eager, and does not here.
+# Reads under `no_grad` of what trains. The last give it back as it is, and it trains on.
 _WITHOUT_GRADIENTS = (
     "{x} * 2",
     "F.mse_loss({x}, {x}.flip(0))",
@@ -44,6 +44,10 @@ _WITHOUT_GRADIENTS = (
     "torch.atleast_2d({x}).sum()",
     "{x}.softmax(-1)",
     "{x}.square().sum()",
+    "{x}.double()",
+    "{x}.type_as({x}.sin())",
+    "F.dropout({x}, 0.0)",
+    "torch.atleast_1d({x})",
 )
 
 
