@@ -65,12 +65,12 @@ REGION_MARKS: dict[Any, str] = {
 @contextmanager
 def regions_traced() -> Generator[None]:
     """While this is entered, `torch.export` leaves `REGION_MARKS` in its graph, and traces what is under an autocast in forward with the
-    dtypes that it has there.
+    dtypes that it has there; but not on meta, where torch casts nothing.
 
     Torch makes a graph of its own of each region, and loses `no_grad` in an autocast. It traces as if no autocast were there: ops that take
     one dtype are given two then, and `x.float()` of what is bfloat16 seems to give `x`.
     """
-    mode, entered = proxy_tensor.PreDispatchTorchFunctionMode, list[torch.autocast]()
+    mode, entered, caches = proxy_tensor.PreDispatchTorchFunctionMode, list[torch.autocast](), torch.is_autocast_cache_enabled()
     function = mode.__torch_function__
 
     def called(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,3 +97,4 @@ def regions_traced() -> Generator[None]:
         finally:
             while entered:  # the trace ended in an error
                 entered.pop().__exit__(None, None, None)
+            torch.set_autocast_cache_enabled(caches)

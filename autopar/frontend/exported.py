@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend._torch_export import GIVEN_BACK, REGION_MARKS
+from autopar.frontend.attention_layout import copies_of_attention_kept
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.data_writes import data_writes_detached, own_data_kept
 from autopar.frontend.hooks import hooks_placed
@@ -35,7 +36,7 @@ from autopar.graph.autocast import Autocast, Region
 from autopar.graph.differentiable import differentiable, is_float
 from autopar.graph.emit import replace, tensor_of
 from autopar.graph.fake_values import IN_PLACE_VIEWS, set_fake_values
-from autopar.graph.overwrites import gives_back, is_written_after, memory_of, writers_of, written_by
+from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.arguments import all_named, arguments, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.leaf_names import leaf_names
@@ -103,9 +104,10 @@ def forward_program(
     program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None), reduce=reduce)
     _refuse_transforms(graph)
     _make_gradients_dense(graph)
-    _let_views_of_attention_copy(graph)
+    copies_of_attention_kept(graph)
     try:
         set_fake_values(program, copies.regions)
+        copies.detach_casts()
         set_sources(program.graph, WRAPPED)
     finally:  # also where it fails: for this reason, mostly, which is then the one to tell
         names = _names(exported)
@@ -189,6 +191,7 @@ class _Copies:
     made: set[Node] = field(default_factory=set)
     views: dict[Node, Node] = field(default_factory=dict)
     outside: dict[Node, Node] = field(default_factory=dict)  # of each such view the value from outside
+    given_back: list[Node] = field(default_factory=list)  # under `no_grad`, what the trace says are their operands
 
     def calls(self, module: GraphModule) -> None:
         """Copy the calls of `module`: what is under `no_grad` computes with detached values, what is under an autocast is in `regions`."""
@@ -207,8 +210,8 @@ class _Copies:
             elif isinstance(node.target, HigherOrderOperator):
                 args = list(arguments(node))
                 raise CaptureError(
-                    f"{_region_source(module, args)} runs under {node.target}{tuple(map(str, args[:4]))}, a region that autopar does not "
-                    "rewrite; move the context out of forward"
+                    f"{_region_source(module, args)} runs within {node.target}, an op of torch's with graphs of its own, which autopar "
+                    "does not rewrite; let forward call what is in it plainly"
                 )
             else:
                 self._copy(node)
@@ -220,8 +223,8 @@ class _Copies:
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
         # What is written in place is itself, inside and outside.
         self.mapping[node] = self.outside.get(_written(copied), copied)
-        if self.is_detached and not is_same:
-            self.made.add(copied)
+        if self.is_detached:
+            (self.given_back.append if is_same else self.made.add)(copied)
         region = self.entered[-1]
         if region is not None:
             self.regions[copied] = region
@@ -243,6 +246,16 @@ class _Copies:
             self.views[value].meta = dict(value.meta)
             self.outside[self.views[value]] = value
         return self.views[value]
+
+    def detach_casts(self) -> None:
+        """Once dtypes are known: what seemed given back on meta, where torch has no autocast, may be a cast, which has no gradient."""
+        for node in self.given_back:
+            operand = node_at(node, 0)
+            if tensor_of(operand).dtype != tensor_of(node).dtype:
+                with self.graph.inserting_before(node):
+                    detached = self.graph.call_function(aten.detach.default, (operand,))
+                detached.meta = dict(operand.meta)
+                node.replace_input_with(operand, detached)
 
     def _rename(self, copied: Node) -> None:
         """What changes the shape of its operand in place is another view of its memory, which all names of the operand mean from then on.
@@ -362,14 +375,6 @@ def _make_gradients_dense(graph: Graph) -> None:
             kept = {**named, flag: False}
             positions = [each.name for each in schema_of(node.target).arguments if not each.kwarg_only]
             node.args, node.kwargs = tuple(kept.pop(name) for name in positions), kept
-
-
-def _let_views_of_attention_copy(graph: Graph) -> None:
-    """Where they must: on fake tensors torch may lay out what attention gives otherwise than a run does, and has then left out the
-    `contiguous()` in front of the view."""
-    for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if memory_of(node).target is aten.scaled_dot_product_attention.default and not is_written_after(node, node):
-            node.target = aten.reshape.default
 
 
 def _refuse_sparse(graph: Graph) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.graph.differentiable import differentiable
 
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean of squares": F.mse_loss,
@@ -225,3 +226,32 @@ def test_what_attention_gives_is_made_contiguous() -> None:
     x = torch.randn(8, 6, 32)
     parallel = autopar.compile(TimeFirst(), autopar.virtual_mesh(dp=2), example_inputs={"x": x}, backend="eager")
     assert parallel.verify(x=x) and parallel.verify(x=x, promote=True)
+
+
+class Cast(nn.Module):
+    """Reads in float32, under `no_grad`, what an autocast gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.first(x)
+        with torch.no_grad():
+            read = h.float()
+        return (read * self.last(x)).mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cast_of_what_an_autocast_gave_is_a_cast_on_meta_too(device: str) -> None:
+    """There torch casts nothing, and `float()` seems to give its operand back, which trains."""
+    parallel = autopar.compile(Cast().to(device), autopar.virtual_mesh(dp=1), example_inputs={"x": torch.randn(4, 8)}, backend="eager")
+    program = parallel.compiled.forward
+    trained = {node.name for node in differentiable(program)}
+    (read,) = (
+        node
+        for node in program.graph.nodes
+        if "to" in str(node.target) and node.meta["val"].shape == (4, 8) and node.meta["val"].dtype == torch.float32
+    )
+    assert read.all_input_nodes[0].meta["val"].dtype == torch.bfloat16 and read.name not in trained

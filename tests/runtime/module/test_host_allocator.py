@@ -8,6 +8,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+import pytest
+
+from autopar.runtime.module import host_allocator
+from autopar.runtime.module.host_allocator import FreedMemory
+
 _STEPS = """
 import resource, torch, autopar
 from autopar.runtime.module.host_allocator import keep_freed_memory
@@ -46,3 +51,24 @@ def test_what_the_environment_says_holds() -> None:
     number, is_kept = faults_of_a_step({"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"})
     assert not is_kept
     assert number > 4096 or not IS_GLIBC, "all 16 MiB, and more"
+
+
+def test_the_first_calls_behind_a_compile_begin_with_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+
+    class Library:
+        @staticmethod
+        def malloc_trim(pad: int) -> None:
+            trims.append(pad)
+
+    monkeypatch.setattr(host_allocator, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(host_allocator.ctypes, "CDLL", lambda name: Library)
+    freed = FreedMemory()
+    freed.begin_call()
+    assert not trims, "nothing has been compiled for this device"
+    for _ in range(2):
+        freed.keep()
+        trims.clear()
+        for _ in range(6):
+            freed.begin_call()
+        assert trims == [0] * 4
