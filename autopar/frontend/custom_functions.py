@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._torch import MARKS_DIRTY, outside_fake_modes
 from autopar.errors import CaptureError
 from autopar.frontend._torch import custom_functions_replaced
 from autopar.graph.custom_functions import CustomFunction, Results, as_function, custom_function
-from autopar.ir.arguments import arguments
+from autopar.ir.arguments import arguments, node_at
 
 _functions: dict[int, Callable[..., Results]] = {}
 _sites = itertools.count()
@@ -57,7 +58,7 @@ def custom_functions_kept() -> Generator[None]:
 def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
     results = arguments(forward.graph.output_node())[0][0]
     leaves = list(results) if isinstance(results, (tuple, list)) else [results]
-    is_written = options.get("dirty_idx") if MARKS_DIRTY else _gives_back_written(forward, leaves)
+    is_written = options.get("dirty_idx") if MARKS_DIRTY else _may_be_dirty(forward)
     if is_written or not all(isinstance(each, Tensor) for each in operands) or not all(isinstance(x, Node) for x in leaves):
         raise CaptureError(
             "a torch.autograd.Function writes into its input (mark_dirty), or takes or returns something that is no tensor; "
@@ -70,16 +71,33 @@ def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], 
     return found if is_tuple else found[0]
 
 
-def _gives_back_written(forward: GraphModule, results: Sequence[Any]) -> bool:
-    """Whether an operand is written into and given back, which is what `mark_dirty` is for."""
-    given = set(forward.graph.find_nodes(op="placeholder"))
-    written = {node.args[0] for node in forward.graph.nodes if _writes(node)} & given
-    return any(each in written or (each.target == "view_as" and each.args[0] in written) for each in results if isinstance(each, Node))
+def _may_be_dirty(forward: GraphModule) -> bool:
+    """Whether an operand may be written into, which is what `mark_dirty` is for. Torch that does not tell has wrong gradients of other
+    writes, too, but by an index into what forward made."""
+    given = {_memory(node) for node in forward.graph.find_nodes(op="placeholder")}
+    return any(
+        _memory(node_at(node, 0)) in given if node.target is operator.setitem else _writes(node)
+        for node in forward.graph.nodes
+        if node.op in ("call_function", "call_method")
+    )
+
+
+_IN_PLACE = (
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul,
+    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+)  # fmt: skip
+
+
+def _memory(node: Node) -> StorageWeakRef | None:
+    value = node.meta.get("example_value")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else None
 
 
 def _writes(node: Node) -> bool:
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.target is operator.setitem or (str(name).endswith("_") and not str(name).endswith("__"))
+    """In place, `x.mul_(2)` or `x *= 2`, into `out=`, or with `inplace=`."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    is_in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place or node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
 
 
 def _make_constants(half: GraphModule) -> None:
