@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar._torch import MARKS_DIRTY, outside_fake_modes
+from autopar._torch import MARKS_DIRTY, TorchDispatchMode, outside_fake_modes, pytree
 from autopar.errors import CaptureError
 from autopar.frontend._torch import custom_functions_replaced
 from autopar.graph.custom_functions import CustomFunction, Results, as_function, custom_function
@@ -101,17 +101,61 @@ def _writes(node: Node) -> bool:
 
 
 def _make_constants(half: GraphModule) -> None:
-    """Make by ops what `half` makes of numbers, `torch.tensor(0.3)` or `x[0] = 0.3`: a joint trace would leave it with a tensor that no
-    program has."""
+    """Make by ops what `half` makes of numbers, `torch.tensor(0.3)`, `x[0] = 0.3` or `x[[1, 0]]`: a joint trace would leave it with a
+    tensor that no program has."""
     for node in list(half.graph.nodes):
+        if node.target in (operator.getitem, operator.setitem):
+            node.args = (node.args[0], _made_index(half, node), *node.args[2:])
         if node.target in (torch.tensor, torch.as_tensor, torch.asarray) and not node.all_input_nodes:
             data = node.args[0] if node.args else next(iter(node.kwargs.values()))  # the first, whatever it is called
             node.replace_all_uses_with(_made(half, node, data, node.kwargs.get("dtype"), node.kwargs.get("device")))
             half.graph.erase_node(node)
-        elif node.target is operator.setitem and isinstance(node.args[2], (bool, int, float, complex)):
+        elif node.target is operator.setitem and isinstance(node.args[2], (bool, int, float, complex)) and _makes_tensor(node.args[1]):
             written = node.args[0].meta["example_value"]
             node.args = (*node.args[:2], _made(half, node, node.args[2], written.dtype, written.device))
     half.recompile()
+
+
+def _made_index(half: GraphModule, node: Any) -> Any:
+    """The index of a read or write; torch makes a tensor of each list of numbers in it."""
+
+    def made(part: Any) -> Any:
+        leaves = pytree.tree_leaves(part)
+        if not isinstance(part, list) or not all(isinstance(each, int) for each in leaves):
+            return part
+        return _made(half, node, part, None if leaves else torch.int64, node.args[0].meta["example_value"].device)
+
+    index: Any = node.args[1]
+    if isinstance(index, tuple):
+        return tuple(map(made, index))
+    # Torch takes a list of lists for a tuple of them, or for one tensor, by its version.
+    return index if isinstance(index, list) and any(isinstance(each, list) for each in index) else made(index)
+
+
+class _Targets(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _gives_numbers_to_ops() -> bool:
+    """Whether torch gives a number that is written by an index to an op as it is; it does since 2.15, and made a tensor of it before."""
+    with _Targets() as targets:
+        torch.zeros(1, device="cpu")[0] = 0.5
+    return torch.ops.aten.lift_fresh.default not in targets.seen
+
+
+_GIVES_NUMBERS_TO_OPS = _gives_numbers_to_ops()
+
+
+def _makes_tensor(index: Any) -> bool:
+    """Whether torch makes a tensor of a number that is written by this index: of several tensors, at least, it does."""
+    parts = index if isinstance(index, (tuple, list)) else (index,)
+    return not _GIVES_NUMBERS_TO_OPS or sum(isinstance(part, Node) for part in parts) > 1
 
 
 def _made(half: GraphModule, before: Node, data: Any, dtype: torch.dtype | None, device: Any) -> Node:

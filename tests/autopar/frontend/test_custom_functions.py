@@ -80,6 +80,28 @@ class Numbered(torch.autograd.Function):
         return gradients[0] * torch.tensor([0.25, 0.125]).sum() + torch.tensor([]).sum()
 
 
+class Indexed(torch.autograd.Function):
+    """Writes numbers by indices of several kinds, and reads by lists of numbers, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x[:, [1, 0, 2, 3]] * _written(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (gradients[0] * _written(gradients[0]))[:, [1, 0, 2, 3]]
+
+
+def _written(like: Tensor) -> Tensor:
+    weights, rows = torch.ones(4, 4, dtype=like.dtype), torch.arange(2)
+    weights[0] = 0.3
+    weights[rows] = 0.7
+    weights[rows, rows + 2] = 0.9
+    weights[[2, 3]] = 0.1
+    weights[[1, 2], [1, 2]] = 0.6
+    return weights.cumsum(0)[[3, 1, 2, 0]]
+
+
 class Model(nn.Module):
     """One custom function right after another, one with several operands and results, dropout in between."""
 
@@ -132,15 +154,16 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
         of(lambda self, x: Writing.apply(self.linear(x) + 0).sum(), X)
 
 
+@pytest.mark.parametrize("function", [Numbered, Indexed])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_numbers_inside_a_custom_function_become_tensors_by_ops(dtype: torch.dtype) -> None:
+def test_numbers_inside_a_custom_function_become_tensors_by_ops(dtype: torch.dtype, function: type[torch.autograd.Function]) -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4, dtype=dtype)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Any = Numbered.apply(self.inner(x))
+            found: Any = function.apply(self.inner(x))
             return found.square().mean()
 
     torch.manual_seed(0)
