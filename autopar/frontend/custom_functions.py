@@ -133,6 +133,8 @@ def _made_index(half: GraphModule, node: Any) -> Any:
 
 
 class _Targets(TorchDispatchMode):
+    """The ops that are called while this is entered."""
+
     def __init__(self) -> None:
         super().__init__()
         self.seen = list[Any]()
