@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import HigherOrderOperator, pytree, schema_of
+from autopar._torch import CASTS, HigherOrderOperator, OpOverload, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend._torch_export import GIVEN_BACK, REGION_MARKS
 from autopar.frontend.attention_layout import copies_of_attention_kept
@@ -191,7 +191,7 @@ class _Copies:
     made: set[Node] = field(default_factory=set)
     views: dict[Node, Node] = field(default_factory=dict)
     outside: dict[Node, Node] = field(default_factory=dict)  # of each such view the value from outside
-    given_back: list[Node] = field(default_factory=list)  # under `no_grad`, what the trace says are their operands
+    casts: list[Node] = field(default_factory=list)  # under `no_grad`; what casts nothing is the operand itself
 
     def calls(self, module: GraphModule) -> None:
         """Copy the calls of `module`: what is under `no_grad` computes with detached values, what is under an autocast is in `regions`."""
@@ -217,14 +217,14 @@ class _Copies:
                 self._copy(node)
 
     def _copy(self, node: Node) -> None:
-        is_same = bool(node.meta.get(GIVEN_BACK))  # and has the gradient that it had, `h.float()` of an `h` of float32 being `h`
-        detaches = self.is_detached and not is_same and node.target is not operator.getitem
+        may_be_same = bool(node.meta.get(GIVEN_BACK)) or _casts(node)  # and have the gradient that it has: dtypes are not known yet
+        detaches = self.is_detached and not may_be_same and node.target is not operator.getitem
         copied = self.graph.node_copy(node, lambda argument: self._inside(argument) if detaches else self.mapping[argument])
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
         # What is written in place is itself, inside and outside.
         self.mapping[node] = self.outside.get(_written(copied), copied)
         if self.is_detached:
-            (self.given_back.append if is_same else self.made.add)(copied)
+            (self.casts.append if may_be_same else self.made.add)(copied)
         region = self.entered[-1]
         if region is not None:
             self.regions[copied] = region
@@ -248,8 +248,8 @@ class _Copies:
         return self.views[value]
 
     def detach_casts(self) -> None:
-        """Once dtypes are known: what seemed given back on meta, where torch has no autocast, may be a cast, which has no gradient."""
-        for node in self.given_back:
+        """Once dtypes are known, which a trace may have otherwise (on meta, where torch has no autocast; of an LSTM)."""
+        for node in self.casts:
             operand = node_at(node, 0)
             if tensor_of(operand).dtype != tensor_of(node).dtype:
                 with self.graph.inserting_before(node):
@@ -283,6 +283,13 @@ class _Copies:
             keeps = (autocast is None or autocast.caches) if caches is None else bool(caches)
             autocast = Autocast(device, dtype or torch.get_autocast_dtype(device), keeps) if enabled else None
         return Region(autocast, outer.weights) if outer is not None else Region(autocast)
+
+
+def _casts(node: Node) -> bool:
+    """Whether an exported call gives its operand in another dtype, by an op that gives back what has the dtype already."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in CASTS or "copy" in node.kwargs or len(node.args) > 3:
+        return False
+    return tensor_of(node_at(node, 0)).dtype != tensor_of(node).dtype
 
 
 def _on_host(constant: torch.Tensor) -> torch.Tensor:

@@ -255,3 +255,32 @@ def test_a_cast_of_what_an_autocast_gave_is_a_cast_on_meta_too(device: str) -> N
         if "to" in str(node.target) and node.meta["val"].shape == (4, 8) and node.meta["val"].dtype == torch.float32
     )
     assert read.all_input_nodes[0].meta["val"].dtype == torch.bfloat16 and read.name not in trained
+
+
+class BehindLstm(nn.Module):
+    """To a trace an LSTM gives float32 under an autocast, and `to(torch.bfloat16)` casts; in a run it gives back `h`, which trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                read = self.lstm(x)[0]
+            h = self.linear(read) + read
+            with torch.no_grad():
+                same = h.to(torch.bfloat16)
+        return h.float().square().mean() + same.float().square().mean()
+
+
+def test_what_casts_nothing_in_a_run_trains_though_it_casts_in_a_trace() -> None:
+    torch.manual_seed(0)
+    model, x = BehindLstm(), torch.randn(4, 6, 8)
+    model(x).backward()
+    wanted = model.linear.weight.grad
+    assert wanted is not None
+    model.zero_grad()
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs={"x": x}, backend="eager")
+    parallel(x=x).backward()
+    assert parallel.linear.weight.grad.sub(wanted).norm() < 0.02 * wanted.norm(), "half of it comes through what is given back"
