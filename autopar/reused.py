@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar._torch import outside_fake_modes
 from autopar.cache.again import Circumstances, forms_of, without_values
 from autopar.cache.compiles import Gather, Made, Question, Reused
@@ -17,6 +19,7 @@ from autopar.driver.alone import TRACING
 from autopar.driver.compiled import Compiled, Forms
 from autopar.driver.decide_once import FromFirst
 from autopar.driver.options import Options
+from autopar.graph.model_device import device_of
 from autopar.plans.plan import Plan
 from autopar.reports.memory import Memory
 from autopar.reports.weighed import weighed
@@ -69,11 +72,12 @@ class CallCompiler:
     def _maker_of_forms(self) -> Callable[[Compiled], Forms]:
         """For a later time: by this rank alone, in what surrounds the call now. Of the batch nothing is kept."""
         model, call = self.question.model, without_values(self.question.args, self.question.kwargs)
-        was = Circumstances.of(model, self.question.options.device)
+        device = self.question.options.device if self.question.options.is_real else device_of(model).type
+        was = Circumstances.of(model, device)
         unasked = replace(self, question=replace(self.question, args=(), kwargs={}))
 
         def forms(compiled: Compiled) -> Forms:
-            with TRACING, was.restored(), global_parameters(model):
+            with TRACING, was.restored(), global_parameters(model, torch.device(device)):
                 found = unasked._made(call, None).compiled
                 if found.fingerprint != compiled.fingerprint:  # a search may find another plan as good
                     found = unasked._made(call, None, compiled.plan).compiled

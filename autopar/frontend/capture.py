@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar._torch import fake_mode, foreign_parameters_refused, pytree
+from autopar._torch import FakeTensorMode, fake_mode, fake_mode_of, foreign_parameters_refused, is_fake, pytree
 from autopar.errors import CaptureError
 from autopar.frontend._torch import (
     asking_for_gradients_ignored,
@@ -60,6 +61,7 @@ from autopar.frontend.variables import variable
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
 from autopar.graph.causal_biases import causal_biases_plain, refuse_biases
 from autopar.graph.late_code import code_written_late
+from autopar.graph.model_device import device_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
 
@@ -102,7 +104,7 @@ def capture(
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     args, kwargs = _distinct_examples(model, args, kwargs)
-    autocast = Autocast.around(_device(model).type)
+    autocast = Autocast.around(device_of(model).type)
     with _as_graphs_hold_it(model):
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
             numbers, hooks = numbers_of(model), num_hooks(model)
@@ -168,17 +170,13 @@ def _exported(
         refuse_biases(exported.constants)
         warn_of_globals(str(warning.message) for warning in heard)
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
-        leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
+        leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), device_of(model).type
         with autocast_off():
             asking = asking_for_gradients(model, exported.constants)
             program = forward_program(exported, mesh, trainable, *leaves, device, autocast, asking, written)
         program, assigned = assigned_written(program, model, spec.assigned)
     refuse_shared_writes(program, model, {name: each for name, each in exported.constants.items() if isinstance(each, torch.Tensor)})
     return _with_first_names(program, model), assigned
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _kept(spec: OutputSpec, outputs: str | None) -> tuple[OutputElement, ...] | None:
@@ -250,12 +248,18 @@ def _empty_twice(leaf: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fresh tensors of the same shapes: the same tensor given twice (ids as labels) must stay two inputs."""
-    device = _device(model)
+    device = device_of(model)
 
     def example(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf
 
-    return pytree.tree_map(example, (args, kwargs))
+    with _fake_mode_of(model) or nullcontext():
+        return pytree.tree_map(example, (args, kwargs))
+
+
+def _fake_mode_of(model: nn.Module) -> FakeTensorMode | None:
+    """That of the tensors of `model` where some are fake."""
+    return next((fake_mode_of(each) for each in chain(model.parameters(), model.buffers()) if is_fake(each)), None)
 
 
 def described_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -280,7 +284,7 @@ def _fake_output(
 ) -> tuple[Any, Assigned, tuple[str, ...]]:
     """What the forward returns on fake tensors, the buffers for which it sets others, and, where it `is_watched`, the attributes that it
     reads and sets anew."""
-    mode, held, hooks = fake_mode(), tensors_of(model), num_hooks(model)
+    mode, held, hooks = _fake_mode_of(model) or fake_mode(), tensors_of(model), num_hooks(model)
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else nullcontext()
     with (
@@ -291,10 +295,12 @@ def _fake_output(
         known_masks_counted(),
         masked_reads_open(mode, takes_up) as refuse_open,
     ):
-        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
-        fake_args, fake_kwargs = pytree.tree_map(
-            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
-        )
+
+        def fake(leaf: Any) -> Any:
+            return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) and not is_fake(leaf) else leaf
+
+        fakes: dict[str, torch.Tensor] = {name: fake(value) for name, value in state.items()}
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
         before = dict(fakes)
         reassigned: tuple[str, ...] = ()
 

@@ -64,6 +64,14 @@ _FAULTS = (
         "(a layer of one direction gives the same at all true positions; of the last state, gather the output at lengths - 1)",
     ),
     _Fault(
+        ("on the same device",),
+        "forward computes with a tensor on meta, which has no numbers, beside others that have some; weights= fills parameters and "
+        "buffers alone",
+        "register what a module holds as a plain attribute: self.register_buffer('scale', scale), with persistent=False where no file has "
+        "it; or make it with torch.device('cpu') around it",
+        also=("meta",),
+    ),
+    _Fault(
         ("_ctc_loss",),
         f"{_SIZES}: torch.nn.functional.ctc_loss lays out its table by the longest target",
         "let the model return log_probs and compute the loss outside: without a loss in the model, the gradient of the loss outside "

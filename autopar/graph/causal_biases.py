@@ -15,6 +15,7 @@ from torch.nn.attention import bias
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from autopar.errors import CaptureError
+from autopar.graph.model_device import device_of
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def causal_biases_plain(model: nn.Module) -> Generator[None]:
     if _knows_the_class(model):
         yield
         return
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     held = list(_held(model))
     for attributes, name, value in held:
         attributes[name] = _mask(value.variant, value.seq_len_q, value.seq_len_kv, device)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.driver.compiled import Compiled
+from autopar.graph.model_device import device_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import unpadded
 from autopar.ir.program import Input, Output
@@ -33,7 +34,7 @@ class VirtualWorld:
         self.ranks = tuple(range(mesh.size))
 
     def device(self, model: nn.Module) -> torch.device:
-        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return device_of(model)
 
     def prepare(self, compiled: Compiled) -> None:
         return None

@@ -234,7 +234,7 @@ class CapturingModule(NamesOfModel):
                 return tensor
             return tensor.new_zeros([1 if each == dim else size for each, size in enumerate(tensor.shape)])
 
-        with global_parameters(self._model), outside_fake_modes():
+        with global_parameters(self._model, self._world.device(self._model)), outside_fake_modes():
             captured.cut_outputs.learn(lengths, describe)
 
     def cut(self, tensors: Mapping[str, torch.Tensor], inputs: CallInputs, captured: Captured) -> Mapping[str, torch.Tensor]:
@@ -305,10 +305,10 @@ class CapturingModule(NamesOfModel):
             sizes = {index: tensor.shape[dims[index]] * self.mesh.num_shares for index, _, tensor in inputs.tensors if index in dims}
             sizes = sizes if shares is None else {index: sum(each) for index, each in shares.sizes.items()}
             args, kwargs = global_call(inputs, dims, sizes)
-        values = None
+        values, device = None, self._world.device(self._model)
         if self._weights is not None and not self._captures and isinstance(self._world, DistributedWorld):
             values = self._weights.agreed(self._model, self._world.groups, self._world.mesh)  # before minutes of capture
-        with telling(self._world, "a comparison of the ranks' programs"), global_parameters(self._model, on_meta=values is not None):
+        with telling(self._world, "a comparison of the ranks' programs"), global_parameters(self._model, device, values is not None):
             compiled = self._capture(args, kwargs, pins=dict(self._placements) or None, shares=shares)
         self._world.prepare(compiled)
         placements = placements_of(compiled.signature, compiled.mesh.ranks)
@@ -333,7 +333,7 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | {name: each for name, each in self._placements.items() if name not in read_now}
         self._guard.captured(compiled.facts.written)
-        if self._world.device(self._model).type == "cpu":
+        if device.type == "cpu":
             self._freed.keep()
         tell_of_unequal_shares(compiled.signature, self._world)
         if compiled.updating is not None and compiled.facts.needs_scale:

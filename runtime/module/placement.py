@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DTensorPlacement
 
+from autopar._torch import fake_mode
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.placement import Placement
@@ -294,27 +296,30 @@ def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
 
 
 @contextmanager
-def global_parameters(model: nn.Module, on_meta: bool = False) -> Generator[None]:
-    """While this is entered `model` can be captured: its tensors have global shapes, all on one device; values do not matter.
+def global_parameters(model: nn.Module, device: torch.device, without_values: bool = False) -> Generator[None]:
+    """While this is entered `model` can be captured: its tensors have global shapes, all on one type of device; values do not matter.
 
-    A sharded model gets parameters without values on the CPU. One that was built on meta, to be planned, is on meta altogether, and so
-    is one that is to be captured `on_meta`, as others are that have no values.
+    Fake tensors on `device`, where the model runs, stand for parameters that lie in parts, and for all tensors of a model on meta or one
+    `without_values`: torch casts nothing on meta under an autocast. Where `device` is meta itself, of a model that is planned for hardware
+    that nobody has started, they are on what an autocast is for, and without one the model is on meta altogether.
     """
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    buffers = list(model.named_buffers(remove_duplicate=False))
-    replaced: list[tuple[str, torch.Tensor]] = []
-    device = "meta"
+    parameters, buffers = list(model.named_parameters(remove_duplicate=False)), list(model.named_buffers(remove_duplicate=False))
+    held = parameters + buffers
     if any(isinstance(parameter, DTensor) for _, parameter in parameters):
-        replaced = [(name, parameter) for name, parameter in parameters if isinstance(parameter, DTensor) or parameter.is_meta]
-        replaced += [(name, buffer) for name, buffer in buffers if buffer.device.type != "cpu"]
-        device = "cpu"
-    elif on_meta or any(tensor.is_meta for _, tensor in parameters + buffers):
-        replaced = [(name, tensor) for name, tensor in parameters + buffers if not tensor.is_meta]
+        replaced = [(name, tensor) for name, tensor in parameters if isinstance(tensor, DTensor) or tensor.is_meta]
+    elif without_values or any(tensor.is_meta for _, tensor in held):
+        replaced = held
+    else:
+        replaced = []
+    if device.type == "meta" and replaced:
+        autocast = Autocast.around("meta")
+        device = device if autocast is None else torch.device(autocast.device)
     stands_in: dict[int, torch.Tensor] = {}
-    for name, tensor in replaced:
-        if id(tensor) not in stands_in:
-            stands_in[id(tensor)] = _stand_in(tensor, device)
-        put(model, name, stands_in[id(tensor)])
+    with nullcontext() if device.type == "meta" else fake_mode():
+        for name, tensor in replaced:
+            if id(tensor) not in stands_in:
+                stands_in[id(tensor)] = _stand_in(tensor, device)
+            put(model, name, stands_in[id(tensor)])
     try:
         yield
     finally:
@@ -322,11 +327,10 @@ def global_parameters(model: nn.Module, on_meta: bool = False) -> Generator[None
             put(model, name, tensor)
 
 
-def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return tensor.to(device)
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # pages that nobody touches cost nothing
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), requires_grad=tensor.requires_grad)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.errors import WeightsError
+from autopar.errors import CaptureError, WeightsError
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.padding import Padding
 from autopar.ir.sharding import Sharding
@@ -176,3 +176,61 @@ def test_files_are_not_held_open_or_shared(tmp_path: Path) -> None:
     with torch.no_grad():
         model[0].weight.fill_(9)
     assert not bool((load_file(path)["0.weight"] == 9).any())
+
+
+class DtypeReader(nn.Module):
+    """Reads in Python the dtype that an autocast gives, and makes tensors of it and of literals where the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("shift", torch.arange(8.0))
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        h = h * 2 if h.dtype == torch.bfloat16 else h * 3
+        h = h + torch.ones(8, dtype=h.dtype, device=h.device) + torch.tensor([1.0, 2.0] * 4, device=x.device) + self.shift
+        h = self.outer(h).relu()
+        return (h.to(h.dtype) if self.scale is None else h * self.scale).float().square().mean()
+
+
+def dtypes_on_ranks(folder: str) -> tuple[float, float, Tensor]:
+    """The loss, that of a second program, without gradients, and a gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model, other = DtypeReader(), DtypeReader()
+        other.scale = torch.ones(8)
+    x = torch.linspace(-1, 1, 32).view(4, 8)[2 * mesh.get_local_rank("dp") :][:2]
+    with torch.autocast("cpu", torch.bfloat16):
+        parallel = autopar.compile(model, mesh, example_inputs=(x,), weights=folder)
+        loss = parallel(x)
+        loss.backward()
+        with torch.no_grad():
+            second = parallel(x[:1])
+    with pytest.raises(CaptureError, match="tensor on meta, which has no numbers(?s:.*)h \\* self.scale(?s:.*)register_buffer"):
+        autopar.compile(other, mesh, example_inputs=(x,), weights=folder)
+    gradient: Any = parallel.get_parameter("inner.weight").grad
+    return float(loss.detach()), float(second), gradient.full_tensor()
+
+
+def test_forward_on_meta_sees_the_device_and_the_dtypes_of_the_run(gloo_ranks: Any, tmp_path: Path) -> None:
+    model, x = DtypeReader(), torch.linspace(-1, 1, 32).view(4, 8)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, second = model(x), model(x[::2])
+        loss.backward()
+    wanted: Any = model.inner.weight.grad
+    for found, other, gradient in gloo_ranks.run(dtypes_on_ranks, str(tmp_path)):
+        assert [found, other] == pytest.approx([loss.item(), second.item()], rel=5e-3)
+        assert (gradient - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+def test_a_plan_on_meta_sees_the_dtypes_of_an_autocast() -> None:
+    with torch.device("meta"):
+        model, x = DtypeReader(), torch.empty(4, 8)
+    for is_enabled, factor in ((True, 2), (False, 3)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            forward = autopar.compile(model, virtual_mesh(dp=2), example_inputs=(x,)).compiled.forms.forward
+        products = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+        assert [node.args[1] for node in products] == [factor]
