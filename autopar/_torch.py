@@ -37,7 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ARE_ALL_TRUE",
-    "CASTS",
     "CAUSAL_MASK_DETECTION",
     "DEPENDENT_CONSTRAINT",
     "DISTRIBUTIONS_CHECKED",
@@ -84,8 +83,6 @@ NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
 # Since 2.13 torch says of a `torch.autograd.Function` which results are operands that it wrote into (`mark_dirty`).
 MARKS_DIRTY = "dirty_idx" in type(autograd_function_apply).__call__.__code__.co_consts
 MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite, constraints._PositiveDefinite)
-# They give their operand itself where it has the dtype already.
-CASTS = (torch.ops.aten.to, torch.ops.aten.type_as)
 # With oneDNN an LSTM layer on a CPU is one op, which no rank can split. Traces ask this function of torch's which way to go; oneDNN stays
 # enabled, since without it torch chooses other kernels for convolutions, too, and their results have other strides than in a run.
 _LSTM_IN_STEPS = (decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)

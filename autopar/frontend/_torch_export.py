@@ -11,7 +11,8 @@ from torch._export.passes import replace_autocast_with_hop_pass, replace_set_gra
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 
-from autopar._torch import CASTS, attribute_set, pytree, writes_operands
+from autopar._torch import attribute_set, pytree, writes_operands
+from autopar.ops.traits import CASTS_OR_NOTHING
 
 # Of a node of an export: the op gave its operand back, and is there because it may make a copy of it where dtypes are others.
 GIVEN_BACK = "given_back"
@@ -41,7 +42,7 @@ def operands_traced_as_they_are() -> AbstractContextManager[None]:
             if slot is None or made is slot or not any(operand is each for each in results):
                 continue
             proxy_tensor.set_proxy_slot(operand, tracer, slot)
-            if result is operand and func.overloadpacket in CASTS:
+            if result is operand and func.overloadpacket in CASTS_OR_NOTHING:
                 with proxy_tensor.disable_proxy_modes_tracing(), torch.enable_grad():  # as what it shows has one, also under no_grad
                     result = torch.ops.aten.alias.default(operand)
                 proxy_tensor.set_proxy_slot(result, tracer, made)

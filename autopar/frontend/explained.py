@@ -67,8 +67,8 @@ _FAULTS = (
         ("on the same device",),
         "forward computes with a tensor on meta, which has no numbers, beside others that have some; weights= fills parameters and "
         "buffers alone",
-        "register what a module holds as a plain attribute: self.register_buffer('scale', scale), with persistent=False where no file has "
-        "it; or make it with torch.device('cpu') around it",
+        "make it where the others are (device=x.device); what a module holds as a plain attribute, register as a buffer: "
+        "self.register_buffer('scale', scale), with persistent=False where no file has it",
         also=("meta",),
     ),
     _Fault(

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import CASTS, HigherOrderOperator, OpOverload, pytree, schema_of
+from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend._torch_export import GIVEN_BACK, REGION_MARKS
 from autopar.frontend.attention_layout import copies_of_attention_kept
@@ -43,6 +43,7 @@ from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
 from autopar.ir.source import WRAPPED, set_sources, source_of
+from autopar.ops.traits import casts_at_need
 
 aten = torch.ops.aten
 
@@ -217,7 +218,7 @@ class _Copies:
                 self._copy(node)
 
     def _copy(self, node: Node) -> None:
-        may_be_same = bool(node.meta.get(GIVEN_BACK)) or _casts(node)  # and have the gradient that it has: dtypes are not known yet
+        may_be_same = bool(node.meta.get(GIVEN_BACK)) or casts_at_need(node)  # and have the gradient that it has: dtypes are not known yet
         detaches = self.is_detached and not may_be_same and node.target is not operator.getitem
         copied = self.graph.node_copy(node, lambda argument: self._inside(argument) if detaches else self.mapping[argument])
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
@@ -242,8 +243,7 @@ class _Copies:
         if _written(value) in self.made:
             return value
         if value not in self.views:
-            self.views[value] = self.graph.call_function(aten.detach.default, (value,))
-            self.views[value].meta = dict(value.meta)
+            self.views[value] = self._detached(value)
             self.outside[self.views[value]] = value
         return self.views[value]
 
@@ -253,9 +253,12 @@ class _Copies:
             operand = node_at(node, 0)
             if tensor_of(operand).dtype != tensor_of(node).dtype:
                 with self.graph.inserting_before(node):
-                    detached = self.graph.call_function(aten.detach.default, (operand,))
-                detached.meta = dict(operand.meta)
-                node.replace_input_with(operand, detached)
+                    node.replace_input_with(operand, self._detached(operand))
+
+    def _detached(self, value: Node) -> Node:
+        detached = self.graph.call_function(aten.detach.default, (value,))
+        detached.meta = dict(value.meta)
+        return detached
 
     def _rename(self, copied: Node) -> None:
         """What changes the shape of its operand in place is another view of its memory, which all names of the operand mean from then on.
@@ -283,13 +286,6 @@ class _Copies:
             keeps = (autocast is None or autocast.caches) if caches is None else bool(caches)
             autocast = Autocast(device, dtype or torch.get_autocast_dtype(device), keeps) if enabled else None
         return Region(autocast, outer.weights) if outer is not None else Region(autocast)
-
-
-def _casts(node: Node) -> bool:
-    """Whether an exported call gives its operand in another dtype, by an op that gives back what has the dtype already."""
-    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in CASTS or "copy" in node.kwargs or len(node.args) > 3:
-        return False
-    return tensor_of(node_at(node, 0)).dtype != tensor_of(node).dtype
 
 
 def _on_host(constant: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,13 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar._torch import CASTS, FakeTensorMode, OpOverload, TorchDispatchMode, fake_mode, pytree, schema_of
+from autopar._torch import FakeTensorMode, TorchDispatchMode, fake_mode, pytree, schema_of
 from autopar.graph.custom_functions import as_function, custom_function, mapped
 from autopar.graph.default_eps import default_eps
 from autopar.graph.fake_calls import empty_as
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.schedule import Fragment, Schedule, TensorType
+from autopar.ops.traits import casts_at_need
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 _WIDER = {
@@ -234,7 +235,7 @@ def _promoted_module(fragment: Fragment) -> GraphModule:
 
 def _promote_graph(graph: Graph) -> None:
     """Change literals and the dtypes of values, in place. Shapes and strides depend on no dtype, so nothing is run."""
-    mode, casts = fake_mode(), set(filter(_is_cast, graph.nodes))
+    mode, casts = fake_mode(), set(filter(casts_at_need, graph.nodes))
     for node in graph.nodes:
         if node.target is torch.ops.aten.rms_norm.default:
             node.args, node.kwargs = _with_eps(node.args, node.kwargs, node.meta["val"].dtype)
@@ -247,14 +248,6 @@ def _promote_graph(graph: Graph) -> None:
             node.target = "double"
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda value: _fresh(value, mode), node.meta["val"])
-
-
-def _is_cast(node: Node) -> bool:
-    """Whether a call gives its operand in another dtype, by an op that gives back what has the dtype already."""
-    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in CASTS:
-        return False
-    before, after = (each.meta.get("val") for each in (node.all_input_nodes[0], node))
-    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype != after.dtype
 
 
 def _let_copy(cast: Node) -> None:

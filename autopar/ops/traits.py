@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import writes_operands
+from autopar._torch import OpOverload, writes_operands
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import int_at, ints_at
+from autopar.ir.arguments import all_named, int_at, ints_at
 
 aten = torch.ops.aten
 
@@ -28,6 +28,8 @@ NEGATIONS = (aten.neg.default, aten.neg_.default)
 FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
 CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default)
+# The packets of those among them that give their operand itself where there is nothing to cast.
+CASTS_OR_NOTHING = (aten.to, aten.type_as)
 # The operand itself, perhaps in other memory.
 COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
 # The same elements in the same order, in another shape.
@@ -84,6 +86,14 @@ def permutation(node: Node) -> tuple[int, ...]:
 def is_cast(node: Node) -> bool:
     """Whether `node` is its operand in a floating-point dtype."""
     return node.target in CASTS and tensor_of(node).is_floating_point()
+
+
+def casts_at_need(node: Node) -> bool:
+    """Whether a call gives its operand in another dtype, by an op that gives the operand itself where it has that dtype."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in CASTS_OR_NOTHING or all_named(node).get("copy"):
+        return False
+    before, after = (each.meta.get("val") for each in (node.all_input_nodes[0], node))
+    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype != after.dtype
 
 
 def widens(cast: Node) -> bool:

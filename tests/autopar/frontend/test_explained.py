@@ -126,7 +126,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "sequential": (parts_checkpointed, "checkpoint_sequential is no region", "on each part, in a loop"),
     "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "dtypes": (lambda layer, x: F.embedding(x, layer.linear.weight).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
-    "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "device", "it fails there, too"),
+    "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "a tensor on meta", "device=x.device"),
     "names": (lambda layer, x: layer.lin(x).sum(), FAILS + "AttributeError: 'Layer' object has no attribute 'lin'", "it fails there, too"),
     "in place": (lambda layer, x: layer.linear.weight.mul_(2).sum(), "a leaf Variable that requires grad", "it fails there, too"),
 }  # fmt: skip
