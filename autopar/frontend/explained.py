@@ -64,12 +64,23 @@ _FAULTS = (
         "(a layer of one direction gives the same at all true positions; of the last state, gather the output at lengths - 1)",
     ),
     _Fault(
-        ("on the same device",),
+        ("on the same device", "two different devices"),
         "forward computes with a tensor on meta, which has no numbers, beside others that have some; weights= fills parameters and "
         "buffers alone",
         "make it where the others are (device=x.device); what a module holds as a plain attribute, register as a buffer: "
         "self.register_buffer('scale', scale), with persistent=False where no file has it",
         also=("meta",),
+    ),
+    _Fault(
+        ("while_loop", "ignore_fresh_unbacked"),
+        "forward calls while_loop, an op of torch's with graphs of its own, which autopar does not rewrite",
+        "step through a loop of a known length in Python, for step in range(n), and keep what is done by torch.where(is_done, h, next_h)",
+    ),
+    _Fault(
+        ("FlexAttention does not", "flex_attention("),
+        "flex_attention has graphs of its own, which autopar does not rewrite",
+        "call F.scaled_dot_product_attention with attn_mask=, or write it in plain ops, softmax(q @ k.mT * scale + bias) @ v: they are "
+        "split, and fused where there is a kernel",
     ),
     _Fault(
         ("_ctc_loss",),

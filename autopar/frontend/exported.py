@@ -209,10 +209,11 @@ class _Copies:
             elif mark == "end of autocast":
                 self.entered.pop()
             elif isinstance(node.target, HigherOrderOperator):
-                args = list(arguments(node))
                 raise CaptureError(
-                    f"{_region_source(module, args)} runs within {node.target}, an op of torch's with graphs of its own, which autopar "
-                    "does not rewrite; let forward call what is in it plainly"
+                    f"forward calls {node.target}, an op of torch's with graphs of its own, which autopar does not rewrite\n"
+                    f"  where: {_region_source(module, list(arguments(node))).at}\n"
+                    "  how to mend it: choose by torch.where(condition, a, b), step through a loop of a known length in Python, and call "
+                    "plainly what is called as it is"
                 )
             else:
                 self._copy(node)

@@ -134,6 +134,8 @@ def asserts_assumed() -> Generator[None]:
 class _AssumeAsserts(TorchDispatchMode):
     """Where a bool is read from a fake tensor, look in the caller's bytecode whether it is for an `assert`: torch itself cannot tell."""
 
+    supports_higher_order_operators = True  # they are refused by name where they reach the graph
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             wanted = next((found for found in map(_asserted, _callers(sys._getframe(1))) if found is not None), None)

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -53,6 +54,16 @@ def formatted(layer: Layer, x: Tensor) -> Tensor:
     y = layer.linear(x)
     print(f"mean {y.mean():.3f}")
     return y.sum()
+
+
+def conditional(layer: Any, x: Tensor) -> Tensor:
+    h = layer.linear(x)
+    return torch.cond(h.sum() > 0, lambda h: h * 2, lambda h: h * 3, (h,)).sum()
+
+
+def flexible(layer: Any, x: Tensor) -> Tensor:
+    queries = layer.linear(x)[None, None]
+    return flex_attention(queries, queries, queries).sum()
 
 
 def parts_checkpointed(layer: Layer, x: Tensor) -> Tensor:
@@ -124,6 +135,8 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "vmap": (lambda layer, x: torch.vmap(layer.linear)(x).sum(), "a transform of torch.func", "functional_call"),
     "vmap of grad": (lambda layer, x: vmap(grad(lambda v: layer.linear(v).sum()))(x).sum(), "differentiates inside", "at two inputs"),
     "sequential": (parts_checkpointed, "checkpoint_sequential is no region", "on each part, in a loop"),
+    "cond": (conditional, "calls cond, an op of torch's with graphs of its own", "torch.where(condition, a, b)"),
+    "flex": (flexible, "flex_attention has graphs of its own", "scaled_dot_product_attention"),
     "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "dtypes": (lambda layer, x: F.embedding(x, layer.linear.weight).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "a tensor on meta", "device=x.device"),
