@@ -138,7 +138,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "cond": (conditional, "calls cond, an op of torch's with graphs of its own", "torch.where(condition, a, b)"),
     "flex": (flexible, "flex_attention has graphs of its own", "scaled_dot_product_attention"),
     "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
-    "dtypes": (lambda layer, x: F.embedding(x, layer.linear.weight).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
+    "dtypes": (lambda layer, x: layer.linear(x).gather(1, x).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "a tensor on meta", "device=x.device"),
     "names": (lambda layer, x: layer.lin(x).sum(), FAILS + "AttributeError: 'Layer' object has no attribute 'lin'", "it fails there, too"),
     "in place": (lambda layer, x: layer.linear.weight.mul_(2).sum(), "a leaf Variable that requires grad", "it fails there, too"),
