@@ -60,9 +60,12 @@ def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], 
     leaves = list(results) if isinstance(results, (tuple, list)) else [results]
     is_written = options.get("dirty_idx") if MARKS_DIRTY else _may_be_dirty(forward)
     if is_written or not all(isinstance(each, Tensor) for each in operands) or not all(isinstance(x, Node) for x in leaves):
+        written = (
+            "writes into its input (mark_dirty)" if MARKS_DIRTY else "writes in place (before torch 2.13 its gradients would be wrong)"
+        )
         raise CaptureError(
-            "a torch.autograd.Function writes into its input (mark_dirty), or takes or returns something that is no tensor; "
-            "let it take and return tensors, and write out of place"
+            f"a torch.autograd.Function {written}, or takes or returns something that is no tensor\n"
+            "  how to mend it: let it take and return tensors, and write out of place"
         )
     for half in (forward, backward):
         _make_constants(half)

@@ -238,21 +238,27 @@ _ALONE = (
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
 # What a model's own code raises when a call does not fit it, traced or not.
 _OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
+# What torch adds, with a traceback, to the text of whatever is raised while it runs a graph of Dynamo's.
+_TRACED_AT = "\n\nWhile executing "
 # In Dynamo's words, what the model raised: `got RuntimeError('mat1 and mat2 ...')`.
 _RAISED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote),?\)", re.DOTALL)
 
 
 @contextlib.contextmanager
 def explained(model: nn.Module) -> Generator[None]:
-    """Turn what Dynamo or the model raises while it is traced into a `CaptureError`."""
+    """Turn what Dynamo or the model raises while it is traced into a `CaptureError`; one of our own, raised there, is told its line."""
     loggers = [logging.getLogger(name) for name in _LOUD]
     were_disabled = [log.disabled for log in loggers]
     for log in loggers:
         log.disabled = True
     try:
         yield
-    except CaptureError:
-        raise
+    except CaptureError as error:
+        what, traced, _ = str(error).partition(_TRACED_AT)
+        if not traced:
+            raise
+        what, *mend = what.splitlines()
+        raise CaptureError("\n".join([what, *(f"  {where}" for where in _where(model, _frames(error))), *mend])) from error
     except Exception as error:
         raise CaptureError(_explanation(model, error)) from error
     finally:

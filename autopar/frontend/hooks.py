@@ -50,7 +50,9 @@ def hooks_kept() -> Generator[None]:
 
 def _keep(body: GraphModule, tensor: Tensor, others: Sequence[Any]) -> Tensor:
     if not all(isinstance(each, Tensor) for each in others) or any(node.op in ("get_attr", "call_module") for node in body.graph.nodes):
-        raise CaptureError("a hook on a gradient reads something that is no tensor of forward; let it read tensors that forward computes")
+        raise CaptureError(
+            "a hook on a gradient reads something that is no tensor of forward\n  how to mend it: let it read tensors that forward computes"
+        )
     options = {"non_differentiable_idx": [], "saved_for_backward_idx": []}
     function = CustomFunction(_identity(len(others)), _hooked(body, len(others)), options, is_tuple=False, is_hook=True)
     return keep(function, [tensor, *others])[0]

@@ -150,8 +150,11 @@ def test_draws_inside_a_custom_function_are_refused() -> None:
 
 
 def test_a_function_that_writes_into_its_input_is_refused() -> None:
-    with pytest.raises(autopar.CaptureError, match="write out of place"):
+    with pytest.raises(autopar.CaptureError) as refused:
         of(lambda self, x: Writing.apply(self.linear(x) + 0).sum(), X)
+    what, where, mend = str(refused.value).splitlines()
+    assert "a torch.autograd.Function writes in" in what and "write out of place" in mend
+    assert where.startswith(f"  where: {__file__}:") and "Writing.apply(self.linear(x) + 0)" in where
 
 
 @pytest.mark.parametrize("function", [Numbered, Indexed])
