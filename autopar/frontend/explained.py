@@ -147,6 +147,11 @@ _FAULTS = (
         "write the derivative out, or compare outputs at two inputs, (f(x + h * v) - f(x)) / h; outside of forward no input has a gradient",
     ),
     _Fault(
+        ("referenced nonexistent value",),
+        "a hook on a gradient reads what forward computes, which torch before 2.13 cannot trace",
+        "write a torch.autograd.Function that returns x.clone() and whose backward does what the hook does, or install torch 2.13",
+    ),
+    _Fault(
         ("assert ",),
         "this assert cannot be kept for the run: its text, or more of its condition than one tensor, reads a value",
         "write `assert (...).all()` with a constant text: `assert (~bad).all()` for `assert not bad.any()`",
