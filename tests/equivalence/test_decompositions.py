@@ -121,6 +121,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "stft.center": [
         lambda x: torch.view_as_real(torch.stft(shaped(x, 64), 16, 4, window=torch.hann_window(16, dtype=x.dtype), return_complex=True))
     ],
+    "to_dense.default": [lambda x: x.to_dense()],  # since torch 2.14
     "unsafe_chunk.default": [lambda x: torch.unsafe_chunk(shaped(x, 7, 2), 3)[2] * 2],
     "upsample_bicubic2d.default": [lambda x: aten.upsample_bicubic2d.default(shaped(x, 1, 2, 5, 4), [7, 9], True)],
     "upsample_bicubic2d.vec": [resized((1, 2, 5, 4), "bicubic", (7, 9)), resized((1, 2, 5, 4), "bicubic", scale=1.6, align_corners=True)],
