@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from autopar.ops.traits import CASTS
 
 aten = torch.ops.aten
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_LOW_FLOATS = (torch.float16, torch.bfloat16)
+_FLOATS = (*_LOW_FLOATS, torch.float32)
 # torch's autocast leaves them alone, so that kernels take operands of two dtypes; some releases have no list for the second.
 _NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default, aten.rms_norm.default})
 # They write the elements of one operand into another, and take no two dtypes.
@@ -32,6 +33,28 @@ _PLACING = frozenset(
         aten.index_copy_.default, aten.scatter.src, aten.scatter_.src, aten.scatter_add.default, aten.scatter_add_.default,
         aten.scatter_reduce.two, aten.scatter_reduce_.two, aten.masked_scatter.default, aten.masked_scatter_.default,
         aten.slice_scatter.default, aten.select_scatter.default,
+    }
+)  # fmt: skip
+
+# Kernels of these know no dtype below float32, which fake tensors do not say: of `linalg` all but products and norms.
+_LOW_LINALG = (
+    "cross",
+    "diagonal",
+    "matmul",
+    "matrix_exp",
+    "matrix_norm",
+    "matrix_power",
+    "multi_dot",
+    "norm",
+    "vander",
+    "vecdot",
+    "vector_norm",
+)
+_WIDE_KERNELS = frozenset(
+    {
+        "avg_pool3d", "cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "geqrf", "logdet", "orgqr", "ormqr", "polar",
+        "qr", "special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0", "special_bessel_y1", "special_erfcx",
+        "special_log_ndtr", "special_ndtri", "special_zeta", "svd", "triangular_solve",
     }
 )  # fmt: skip
 
@@ -46,8 +69,9 @@ class CastToPrecision:
 
     A parameter is cast once, where it lies, so that what is gathered of it is the lower dtype. What no parameter and no floating-point
     input has a part in (angles of rotary embeddings, masks) stays as it is, and so do calls of modules that are kept, under a
-    disabled autocast, and of a `torch.autograd.Function`: these get float32. What is written into an operand is cast to that one's
-    dtype, and operands of which a call takes no two dtypes to float32.
+    disabled autocast, and of a `torch.autograd.Function`: these get float32. So do calls that are on no list and take no lower
+    dtype, or no two dtypes (transforms of Fourier, factorizations, quantiles, complex numbers). What is written into an operand is
+    cast to that one's dtype.
 
     Reads: a FORWARD program as it was captured, SOURCE, EXACT. Writes: casts; `precision` and `reduce` of the program.
     Ensures: inputs and outputs have the dtypes that they had. Raises `AutoparError` for trainable parameters that are not float32, and for
@@ -121,6 +145,8 @@ class _Exact(Region):
 class _Low(Region):
     """Calls in the lower dtype, as far as they can be."""
 
+    taken: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+
     def casts_of(self, node: Node, args: Any, kwargs: Any, known: CastsOfCalls) -> Casts:
         assert self.autocast is not None and isinstance(node.target, OpOverload)
         if node.target in _NORMS:
@@ -130,14 +156,29 @@ class _Low(Region):
         if writes_operands(node.target):
             written = _written(node.target, args, kwargs)
             return _all_to(written.dtype, args, kwargs) if written.is_floating_point() else NOTHING
-        casts = known.of(node.target, args, kwargs, self.autocast)
+        try:
+            casts = known.of(node.target, args, kwargs, self.autocast)
+        except RuntimeError:  # made of others that do not take the lower dtype, as transforms of Fourier are
+            return _all_to(torch.float32, args, kwargs)
         if casts != NOTHING or has_kernel(node.target, "AutocastCUDA") or node.target in CASTS:
             return casts
         if node.target.namespace != "aten":
             return _all_to(self.autocast.dtype, args, kwargs)  # kernels of other libraries take no two dtypes
         leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
         masters = {place: self.autocast.dtype for place, leaf in enumerate(leaves) if self._is_master(leaf)}
-        return Casts(masters) if _takes(node.target, args, kwargs, masters) else _all_to(torch.float32, args, kwargs)
+        return Casts(masters) if self._takes(node.target, args, kwargs, masters) else _all_to(torch.float32, args, kwargs)
+
+    def _takes(self, target: OpOverload, args: Any, kwargs: Any, casts: Mapping[int, torch.dtype]) -> bool:
+        """Whether a call takes its operands, cast like this, each kind of call tried once: dtypes decide, and what promotes to what."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = [leaf.to(casts[place]) if place in casts else leaf for place, leaf in enumerate(leaves)]
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dtype in _LOW_FLOATS for leaf in leaves):
+            return True
+        kinds = tuple((leaf.dtype, leaf.ndim) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+        key = target, kinds, str(structure)
+        if key not in self.taken:
+            self.taken[key] = _runs(target, *pytree.tree_unflatten(leaves, structure))
+        return self.taken[key]
 
     def _is_master(self, leaf: Any) -> bool:
         return isinstance(leaf, Node) and leaf in self.leaves and tensor_of(leaf).dtype == torch.float32
@@ -149,16 +190,14 @@ def _written(target: OpOverload, args: Any, kwargs: Any) -> torch.Tensor:
     return next(named[each.name] for each in schema_of(target).arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
-def _takes(target: OpOverload, args: Any, kwargs: Any, casts: Mapping[int, torch.dtype]) -> bool:
-    """Whether a call takes its operands, cast like this, where they are of several dtypes: most promote, some refuse (`lerp`)."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    leaves = [leaf.to(casts[place]) if place in casts else leaf for place, leaf in enumerate(leaves)]
-    if len({leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype in _FLOATS}) < 2:
-        return True
-    cast_args, cast_kwargs = pytree.tree_unflatten(leaves, structure)
+def _runs(target: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether a call knows the dtypes of its operands: some refuse low ones (`rfft`), some two that most promote (`lerp`)."""
+    name = schema_of(target).name.removeprefix("aten::").removeprefix("_")
+    if name in _WIDE_KERNELS or (name.startswith("linalg_") and name.removeprefix("linalg_") not in _LOW_LINALG):
+        return False
     try:
         with torch.no_grad():
-            target(*cast_args, **cast_kwargs)
+            target(*args, **kwargs)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -90,6 +90,17 @@ RULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, tuple[str, ...
         lambda model, ids: torch.zeros(4, 8).index_add(0, ids[0, :4], model.linear(model.table(ids[:, 0]))),
         {"linear": (LOW, LOW, LOW), "index_add": (WIDE, WIDE, WIDE)},
     ),
+    "Fourier": (
+        lambda model, ids: torch.fft.irfft(torch.fft.rfft(model.linear(model.table(ids)), n=16) * model.scale[0], n=16),
+        {"linear": (LOW, LOW, LOW), "fft_irfft": (WIDE,)},
+    ),
+    "a determinant of a parameter": (
+        lambda model, ids: model.table(ids) * torch.linalg.slogdet(model.linear.weight[:6, :6])[1],
+        {"slice": (LOW, LOW), "mul": (LOW, WIDE, LOW)},
+    ),
+    "a factorization": (lambda model, ids: torch.linalg.svdvals(model.linear(model.table(ids))), {"linalg_svdvals": (WIDE, WIDE)}),
+    "a quantile": (lambda model, ids: model.linear(model.table(ids)).quantile(0.3, -1), {"quantile": (WIDE, WIDE)}),
+    "polar coordinates": (lambda model, ids: torch.polar(*model.table(ids).split(4, -1)).abs(), {"abs": (WIDE,)}),
     "a function of the user's": (lambda model, ids: Double.apply(model.table(ids)) + 1, {"add": (WIDE, WIDE)}),
 }
 
