@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,14 +56,16 @@ class Limits:
         farther = {name: limit for name, limit in zip(errors or {}, each, strict=True) if limit > gradients}
         return replace(self, gradients=gradients, cast_loss_error=loss_error, by_gradient=farther)
 
-    def beside_rounding(self, errors: Mapping[str, float], finer: float = 1.0) -> Limits:
+    def beside_rounding(self, errors: Mapping[str, float], finer: float = 1.0, vanishing: Collection[str] = ()) -> Limits:
         """Beside an original of whose gradients each is so far from itself in a finer dtype, by its rounding alone.
 
         What goes through a batch norm of nearly equal rows, or cancels in a sum of many, the model amplifies, whatever computes it. Each
-        may be off by four times that, of which it is one sample, and by a thousand times what is asked of all at most. `finer` is by
-        how much less is rounded where the comparison is in the finer dtype.
+        may be off by four times that, of which it is one sample, and by a thousand times what is asked of all at most; by sixteen times
+        that if it is `vanishing`, nothing but rounding: parts of the sum on several ranks are large, and round on their own. `finer`
+        is by how much less is rounded where the comparison is in the finer dtype.
         """
-        own = {name: min(4 * finer * error, 1e3 * self.gradients) for name, error in errors.items() if math.isfinite(error)}
+        times = {name: finer * (64 if name in vanishing else 4) for name in errors}
+        own = {name: min(times[name] * error, 1e3 * self.gradients) for name, error in errors.items() if math.isfinite(error)}
         return replace(self, by_gradient={name: limit for name, limit in own.items() if limit > self.gradients})
 
 

@@ -45,6 +45,11 @@ def test_a_gradient_may_be_off_by_four_times_what_rounding_takes_it_from_the_ori
     assert Limits.of(torch.float64, 1e-9).beside_rounding({"a": 2.0, "b": 0.1}, finer).by_gradient == {"a": pytest.approx(8 * finer)}
 
 
+def test_one_that_is_nothing_but_rounding_may_be_off_by_more() -> None:
+    limits = Limits.of(torch.float32, None).beside_rounding({"a": 2e-3, "b": 2e-3, "c": 2e-4}, vanishing=["a", "c"])
+    assert limits.by_gradient == {"a": pytest.approx(0.1), "b": 8e-3, "c": pytest.approx(0.0128)}
+
+
 class Amplified(nn.Module):
     """A norm over nearly equal rows: the gradient of the bias in front is a sum of large numbers that is zero."""
 
