@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import lookup_backend
+from torch._dynamo import list_backends, lookup_backend
+from torch._dynamo.exc import InvalidBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -22,6 +23,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from autopar.errors import AutoparError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -238,8 +241,12 @@ def is_fake_mode_active() -> bool:
 
 
 def backend_named(name: str) -> Backend:
-    """The torch.compile backend called `name`. Raises torch's `InvalidBackend`, which lists the names."""
-    return lookup_backend(name)
+    """The torch.compile backend called `name`. Raises `AutoparError`."""
+    try:
+        return lookup_backend(name)
+    except InvalidBackend as error:
+        known = ["eager", "aot_eager", *list_backends()]
+        raise AutoparError(f"no torch.compile backend is called {name!r}: there are {', '.join(known)}, or pass a callable") from error
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

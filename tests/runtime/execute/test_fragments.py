@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
+from autopar.errors import AutoparError
 from autopar.ir.schedule import Fragment
 from autopar.runtime.execute import fragments as fragments_module
 from autopar.runtime.execute.fragments import CompiledFragments
@@ -104,3 +105,8 @@ def test_inductor_leaves_a_fragment_of_one_op_as_it_is(monkeypatch: pytest.Monke
         torch.testing.assert_close(fragments.run("one", [x]), (x.relu().t(),))
         torch.testing.assert_close(fragments.run("two", [x]), (-x.relu(),))
         assert len(compiled) == expected
+
+
+def test_a_backend_that_is_none_is_refused_with_those_that_are() -> None:
+    with pytest.raises(AutoparError, match="no torch.compile backend is called 'inducter': there are eager, aot_eager,.* inductor"):
+        CompiledFragments(FRAGMENTS, "inducter")
