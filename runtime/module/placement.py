@@ -30,11 +30,10 @@ from autopar.runtime.module.gathers import can_gather
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.module.pieces import words_of
+from autopar.runtime.module.stand_ins import KEEPS_MEMORY, hand_on_attributes, stands_in
 from autopar.runtime.offload.stored import Store
 
 logger = logging.getLogger("autopar")
-# Of a placed parameter whether its part may not leave its memory.
-_KEEPS_MEMORY = "_keeps_memory"
 # Placed parameters that several stages of a pipeline hold.
 _on_stages: list[weakref.ref[nn.Parameter]] = []
 
@@ -174,8 +173,8 @@ def part_of_data(tensor: DTensor, value: object) -> torch.Tensor | None:
     wanted = _lying(tensor)
     if isinstance(value, DTensor) and (value.device_mesh, _lying(value)) == (tensor.device_mesh, wanted):
         part = local_part(value).detach()
-        return local_part(tensor).detach().copy_(part) if getattr(tensor, _KEEPS_MEMORY, False) else part
-    if not hasattr(tensor, _KEEPS_MEMORY):
+        return local_part(tensor).detach().copy_(part) if getattr(tensor, KEEPS_MEMORY, False) else part
+    if not hasattr(tensor, KEEPS_MEMORY):
         return None
     found = _lying(value) if isinstance(value, torch.Tensor) else repr(value)
     raise AutoparError(
@@ -261,7 +260,8 @@ def place_parameters(
         else:
             parts.elsewhere(name)
         placed = nn.Parameter(here, requires_grad=parameter.requires_grad)
-        setattr(placed, _KEEPS_MEMORY, keeps_memory)
+        hand_on_attributes(parameter, placed)
+        setattr(placed, KEEPS_MEMORY, keeps_memory)
         if name in on_stages:
             _on_stages[:] = [*(each for each in _on_stages if each() is not None), weakref.ref(placed)]
         hand_on_hooks(parameter, placed)
@@ -314,23 +314,17 @@ def global_parameters(model: nn.Module, device: torch.device, without_values: bo
     if device.type == "meta" and replaced:
         autocast = Autocast.around("meta")
         device = device if autocast is None else torch.device(autocast.device)
-    stands_in: dict[int, torch.Tensor] = {}
+    if device.type == "meta":
+        replaced = [(name, tensor) for name, tensor in replaced if not tensor.is_meta]
     with nullcontext() if device.type == "meta" else fake_mode():
-        for name, tensor in replaced:
-            if id(tensor) not in stands_in:
-                stands_in[id(tensor)] = _stand_in(tensor, device)
-            put(model, name, stands_in[id(tensor)])
+        found = stands_in([tensor for _, tensor in replaced], device)
+    for name, tensor in replaced:
+        put(model, name, found[id(tensor)])
     try:
         yield
     finally:
         for name, tensor in replaced:
             put(model, name, tensor)
-
-
-def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), requires_grad=tensor.requires_grad)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
