@@ -30,7 +30,7 @@ from autopar.runtime.module.gathers import can_gather
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.module.pieces import words_of
-from autopar.runtime.module.stand_ins import KEEPS_MEMORY, hand_on_attributes, stands_in
+from autopar.runtime.module.stand_ins import KEEPS_MEMORY, STRIDES, hand_on_attributes, stands_in
 from autopar.runtime.offload.stored import Store
 
 logger = logging.getLogger("autopar")
@@ -262,6 +262,7 @@ def place_parameters(
         placed = nn.Parameter(here, requires_grad=parameter.requires_grad)
         hand_on_attributes(parameter, placed)
         setattr(placed, KEEPS_MEMORY, keeps_memory)
+        setattr(placed, STRIDES, parameter.stride())
         if name in on_stages:
             _on_stages[:] = [*(each for each in _on_stages if each() is not None), weakref.ref(placed)]
         hand_on_hooks(parameter, placed)

@@ -13,8 +13,10 @@ from autopar.runtime._torch import storage_key
 
 # Of a placed parameter whether its part may not leave its memory.
 KEEPS_MEMORY = "_keeps_memory"
+# Of a placed parameter the strides that it had: its part lies side by side, and forward may ask how the model's lies.
+STRIDES = "_strides_of_model"
 # Of one tensor alone: ours, and torch's mark of a parameter that is of another class of tensors.
-_OWN = (KEEPS_MEMORY, "_is_param")
+_OWN = (KEEPS_MEMORY, STRIDES, "_is_param")
 
 
 def stands_in(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
@@ -25,10 +27,10 @@ def stands_in(tensors: Sequence[torch.Tensor], device: torch.device) -> dict[int
     memories: dict[int, torch.Tensor] = {}
     found: dict[int, torch.Tensor] = {}
     for key, tensor in distinct.items():
-        if not _is_plain(tensor):
+        if tensor.layout is not torch.strided:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=device)
-        elif num_in[storage_key(tensor)] == 1:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        elif isinstance(tensor, DTensor) or num_in[storage_key(tensor)] == 1:
+            empty = torch.empty_strided(tensor.shape, getattr(tensor, STRIDES, tensor.stride()), dtype=tensor.dtype, device=device)
         else:
             size_bytes = tensor.untyped_storage().nbytes()
             memory = memories.setdefault(storage_key(tensor), torch.empty(size_bytes, dtype=torch.uint8, device=device))

@@ -86,14 +86,15 @@ def noted_on_ranks() -> tuple[list[float], float]:
 class Factors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
+        self.inner, self.conv = nn.Linear(8, 8), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
         self.inner.weight.factor = 3.0  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) * getattr(self.inner.weight, "factor", 1.0)).square().mean()
+        h = self.inner(x) * getattr(self.inner.weight, "factor", 1.0)
+        return (h * 5 if self.conv.weight.is_contiguous() else h).square().mean() + self.conv.weight.sum()
 
 
-def test_a_placed_parameter_keeps_what_is_noted_at_it(gloo_ranks: Any) -> None:
+def test_a_placed_parameter_keeps_what_is_noted_at_it_and_how_it_lay(gloo_ranks: Any) -> None:
     torch.manual_seed(0)
     wanted = float(Factors()(torch.ones(2, 8)).detach())
     for losses, factor in gloo_ranks.run(noted_on_ranks):
