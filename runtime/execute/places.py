@@ -79,7 +79,8 @@ class Places:
             if constant.is_meta and constant.numel():
                 raise InputError(
                     f"forward makes a tensor of shape {list(constant.shape)} ({name!r}) where the model is, which was on meta when it was "
-                    "compiled: its numbers are not known. Compile the model again now that it has values"
+                    "compiled: its numbers are not known. Compile the model again now that it has values; with weights=, which fills "
+                    "parameters and buffers alone, register what a module holds as a plain attribute (register_buffer)"
                 )
             self._constants[key] = torch.empty_like(constant, device=device) if constant.is_meta else constant.to(device)
         return self._constants[key]

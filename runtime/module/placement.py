@@ -30,7 +30,7 @@ from autopar.runtime.module.gathers import can_gather
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.module.pieces import words_of
-from autopar.runtime.module.stand_ins import KEEPS_MEMORY, STRIDES, hand_on_attributes, stands_in
+from autopar.runtime.module.without_values import KEEPS_MEMORY, STRIDES, hand_on_attributes, stands_in
 from autopar.runtime.offload.stored import Store
 
 logger = logging.getLogger("autopar")
