@@ -308,10 +308,8 @@ class CapturingModule(NamesOfModel):
         values, device = None, self._world.device(self._model)
         if self._weights is not None and not self._captures and isinstance(self._world, DistributedWorld):
             values = self._weights.agreed(self._model, self._world.groups, self._world.mesh)  # before minutes of capture
-        with (
-            telling(self._world, "a comparison of the ranks' programs"),
-            global_parameters(self._model, device, without_values=values is not None),
-        ):
+        stands_in = global_parameters(self._model, device, without_values=values is not None)
+        with telling(self._world, "a comparison of the ranks' programs"), stands_in:
             compiled = self._capture(args, kwargs, pins=dict(self._placements) or None, shares=shares)
         self._world.prepare(compiled)
         placements = placements_of(compiled.signature, compiled.mesh.ranks)
