@@ -19,7 +19,7 @@ from autopar.driver.alone import TRACING
 from autopar.driver.compiled import Compiled, Forms
 from autopar.driver.decide_once import FromFirst
 from autopar.driver.options import Options
-from autopar.graph.model_device import device_of
+from autopar.graph.model_device import model_device
 from autopar.plans.plan import Plan
 from autopar.reports.memory import Memory
 from autopar.reports.weighed import weighed
@@ -72,7 +72,7 @@ class CallCompiler:
     def _maker_of_forms(self) -> Callable[[Compiled], Forms]:
         """For a later time: by this rank alone, in what surrounds the call now. Of the batch nothing is kept."""
         model, call = self.question.model, without_values(self.question.args, self.question.kwargs)
-        device = self.question.options.device if self.question.options.is_real else device_of(model).type
+        device = self.question.options.device if self.question.options.is_real else model_device(model).type
         was = Circumstances.of(model, device)
         unasked = replace(self, question=replace(self.question, args=(), kwargs={}))
 

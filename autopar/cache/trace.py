@@ -36,7 +36,7 @@ from autopar.frontend.outputs import OutputSpec
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import autocast_off, casts_not_cached
 from autopar.graph.causal_biases import causal_biases_plain
-from autopar.graph.model_device import device_of
+from autopar.graph.model_device import model_device
 from autopar.ir.program import Program
 
 
@@ -122,7 +122,7 @@ def _refuse_unseen(model: nn.Module) -> None:
 def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None) -> Trace:
     mode, recorder = fake_mode(), Recorder(_recorded.__code__)
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    place = device or device_of(model)
+    place = device or model_device(model)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     recorder.lines.append(f"called with {structure}")
     with mode:

@@ -25,6 +25,7 @@ from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import TrainStep
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.frontend.refusals import refuse_no_model, refuse_placed
+from autopar.graph.model_device import model_device
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.offload import Offload
@@ -320,5 +321,5 @@ def estimate_memory(
 
 
 def _device_type(model: nn.Module) -> str:
-    kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    kind = model_device(model).type
     return "cpu" if kind == "meta" else kind

@@ -32,12 +32,14 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch import OpOverload, attribute_set, schema_of
 
-try:  # not in torch 2.11
+try:  # since torch 2.13
     from torch._higher_order_ops import register_hook
 
     _hook_op: Any = register_hook.RegisterHookOp
 except ImportError:
     _hook_op = None
+# A hook that forward registers on a tensor is a `torch.autograd.Function` of Dynamo's to a trace, not an op.
+HOOKS_ARE_FUNCTIONS = _hook_op is None
 
 aten = torch.ops.aten
 

@@ -61,7 +61,7 @@ from autopar.frontend.variables import variable
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
 from autopar.graph.causal_biases import causal_biases_plain, refuse_biases
 from autopar.graph.late_code import code_written_late
-from autopar.graph.model_device import device_of
+from autopar.graph.model_device import model_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
 
@@ -104,7 +104,7 @@ def capture(
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     args, kwargs = _distinct_examples(model, args, kwargs)
-    autocast = Autocast.around(device_of(model).type)
+    autocast = Autocast.around(model_device(model).type)
     with _as_graphs_hold_it(model):
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
             numbers, hooks = numbers_of(model), num_hooks(model)
@@ -170,7 +170,7 @@ def _exported(
         refuse_biases(exported.constants)
         warn_of_globals(str(warning.message) for warning in heard)
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
-        leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), device_of(model).type
+        leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), model_device(model).type
         with autocast_off():
             asking = asking_for_gradients(model, exported.constants)
             program = forward_program(exported, mesh, trainable, *leaves, device, autocast, asking, written)
@@ -248,7 +248,7 @@ def _empty_twice(leaf: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fresh tensors of the same shapes: the same tensor given twice (ids as labels) must stay two inputs."""
-    device = device_of(model)
+    device = model_device(model)
 
     def example(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf

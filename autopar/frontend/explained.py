@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from autopar.errors import CaptureError
+from autopar.frontend._torch import HOOKS_ARE_FUNCTIONS
 from autopar.ir.keys import Source
 from autopar.ir.source import is_library, user_frames
 
@@ -69,15 +70,15 @@ _FAULTS = (
         "buffers alone",
         "make it where the others are (device=x.device); what a module holds as a plain attribute, register as a buffer: "
         "self.register_buffer('scale', scale), with persistent=False where no file has it",
-        also=("meta",),
+        also=("and meta", "meta and", ", meta", "meta, "),
     ),
     _Fault(
-        ("while_loop", "ignore_fresh_unbacked"),
+        ("ignore_fresh_unbacked",),  # what while_loop itself raises where it has gradients
         "forward calls while_loop, an op of torch's with graphs of its own, which autopar does not rewrite",
         "step through a loop of a known length in Python, for step in range(n), and keep what is done by torch.where(is_done, h, next_h)",
     ),
     _Fault(
-        ("FlexAttention does not", "flex_attention("),
+        ("FlexAttention does not",),
         "flex_attention has graphs of its own, which autopar does not rewrite",
         "call F.scaled_dot_product_attention with attn_mask=, or write it in plain ops, softmax(q @ k.mT * scale + bias) @ v: they are "
         "split, and fused where there is a kernel",
@@ -147,7 +148,7 @@ _FAULTS = (
         "write the derivative out, or compare outputs at two inputs, (f(x + h * v) - f(x)) / h; outside of forward no input has a gradient",
     ),
     _Fault(
-        ("referenced nonexistent value",),
+        ("referenced nonexistent value",) if HOOKS_ARE_FUNCTIONS else (),
         "a hook on a gradient reads what forward computes, which torch before 2.13 cannot trace",
         "write a torch.autograd.Function that returns x.clone() and whose backward does what the hook does, or install torch 2.13",
     ),

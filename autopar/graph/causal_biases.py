@@ -15,7 +15,7 @@ from torch.nn.attention import bias
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from autopar.errors import CaptureError
-from autopar.graph.model_device import device_of
+from autopar.graph.model_device import model_device
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def causal_biases_plain(model: nn.Module) -> Generator[None]:
     if _knows_the_class(model):
         yield
         return
-    device = device_of(model)
+    device = model_device(model)
     held = list(_held(model))
     for attributes, name, value in held:
         attributes[name] = _mask(value.variant, value.seq_len_q, value.seq_len_kv, device)

@@ -6,6 +6,6 @@ import torch
 from torch import nn
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     """That of the first parameter; the CPU where there is none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.driver.compiled import Compiled
-from autopar.graph.model_device import device_of
+from autopar.graph.model_device import model_device
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import unpadded
 from autopar.ir.program import Input, Output
@@ -34,7 +34,7 @@ class VirtualWorld:
         self.ranks = tuple(range(mesh.size))
 
     def device(self, model: nn.Module) -> torch.device:
-        return device_of(model)
+        return model_device(model)
 
     def prepare(self, compiled: Compiled) -> None:
         return None

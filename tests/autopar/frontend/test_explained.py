@@ -61,6 +61,10 @@ def conditional(layer: Any, x: Tensor) -> Tensor:
     return torch.cond(h.sum() > 0, lambda h: h * 2, lambda h: h * 3, (h,)).sum()
 
 
+def stepping(layer: Any, x: Tensor) -> Tensor:
+    return torch.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 2), (torch.tensor(0), layer.linear(x)))[1].sum()
+
+
 def flexible(layer: Any, x: Tensor) -> Tensor:
     queries = layer.linear(x)[None, None]
     return flex_attention(queries, queries, queries).sum()
@@ -136,6 +140,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "vmap of grad": (lambda layer, x: vmap(grad(lambda v: layer.linear(v).sum()))(x).sum(), "differentiates inside", "at two inputs"),
     "sequential": (parts_checkpointed, "checkpoint_sequential is no region", "on each part, in a loop"),
     "cond": (conditional, "calls cond, an op of torch's with graphs of its own", "torch.where(condition, a, b)"),
+    "while": (stepping, "calls while_loop, an op of torch's with graphs of its own", "for step in range(n)"),
     "flex": (flexible, "flex_attention has graphs of its own", "scaled_dot_product_attention"),
     "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "dtypes": (lambda layer, x: layer.linear(x).gather(1, x).sum(), FAILS + "RuntimeError: ", "it fails there, too"),

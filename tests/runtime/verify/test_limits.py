@@ -69,6 +69,7 @@ def test_what_a_norm_amplifies_is_no_difference_and_what_is_wrong_is_one() -> No
     parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=call, backend="eager")
     report = parallel.verify(**call)
     assert report and report.worst > report.tolerance and "inner.bias" in report.gradient_limits, str(report)
+    assert report.gradient_limits["inner.bias"] == pytest.approx(0.1) and report.gradient_limits["inner.weight"] < 1e-3
     assert "farther off than 0.0001, as rounding takes the original's own" in str(report) and "allowed of inner.bias" in str(report)
     assert not parallel.verify(**call, tolerance=report.tolerance), "a tolerance that was asked for is that of all"
     promoted = parallel.verify(**call, promote=True)
