@@ -16,6 +16,7 @@ from autopar.cache.trace import traced
 from autopar.driver.options import BatchOfFirst, Options
 from autopar.errors import AutoparError, InputError
 from autopar.frontend.capture import capture
+from autopar.frontend.frozen_writes import known_as_buffers
 from autopar.frontend.layer_runs import few_layers, longest_run
 from autopar.graph.autocast import Autocast
 from autopar.graph.layer_instances import with_all_layers
@@ -64,7 +65,7 @@ def captured(
     known = {} if known is None else known
     if number not in known:
         known[number] = _captured(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
-    forward = known[number].copy()
+    forward = known_as_buffers(known[number].copy(), placements or {})
     # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
     mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)
     signature = replace(forward.signature, guessed=inputs.names if isinstance(options.batch_dims, BatchOfFirst) else ())

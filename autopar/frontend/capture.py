@@ -201,7 +201,7 @@ def _with_first_names(program: Program, model: nn.Module) -> Program:
     first = {name: names[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
 
     def named(items: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(replace(item, name=first[item.name]) if item.kind == "buffer" else item for item in items)
+        return tuple(replace(item, name=first.get(item.name, item.name)) if item.kind == "buffer" else item for item in items)
 
     signature = program.signature
     return replace(program, signature=replace(signature, inputs=named(signature.inputs), outputs=named(signature.outputs)))

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.graph.differentiable import differentiable
-from autopar.graph.emit import Emitter
+from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.program import Program
 
@@ -27,6 +27,33 @@ def own_data_kept(graph: Graph) -> None:
         if len(node.args) == 2 and len({_itself(each) for each in node.args}) == 1:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+
+
+def other_data_copied(graph: Graph) -> None:
+    """Write what gives an input other data, `x.data = y`, into the memory that it has, where nobody can tell: `y` is new, like `x`, and
+    nothing reads it otherwise from then on, nor another name of what `x` was."""
+    for node in filter(gives_other_data, list(graph.nodes)):
+        if len(node.args) == 2 and all(isinstance(each, Node) for each in node.args) and _may_be_copied(node):
+            target, value = node.all_input_nodes
+            emit = Emitter(graph, node)
+            copied = emit.call(aten.copy_.default, target, emit.call(aten.detach.default, value))
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
+
+
+def _may_be_copied(node: Node) -> bool:
+    target, value = node.all_input_nodes
+    memory, own = memory_of(target), {*_behind(target)}
+    like = [(each.shape, each.dtype) for each in map(tensor_of, (target, value))]
+    if memory.op != "placeholder" or _itself(target) is not memory or memory_of(value).op == "placeholder" or like[0] != like[1]:
+        return False
+    for reader in (each for each in node.graph.nodes if node < each):
+        for operand in reader.all_input_nodes:
+            # Other names, made before, of what `target` was; what writes in place gives back the name that it is given.
+            others = (each for each in _behind(operand) if each not in own and not (each.op == "call_function" and gives_back(each)))
+            if memory_of(operand) is memory_of(value) or (memory_of(operand) is memory and any(each < node for each in others)):
+                return False
+    return True
 
 
 def _itself(value: object) -> object:

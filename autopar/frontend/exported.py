@@ -25,7 +25,8 @@ from autopar.errors import CaptureError
 from autopar.frontend._torch_export import GIVEN_BACK, REGION_MARKS
 from autopar.frontend.attention_layout import copies_of_attention_kept
 from autopar.frontend.custom_functions import function_at
-from autopar.frontend.data_writes import data_writes_detached, own_data_kept
+from autopar.frontend.data_writes import data_writes_detached, other_data_copied, own_data_kept
+from autopar.frontend.frozen_writes import written_as_buffers
 from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.known_masks import known_masks_indexed
 from autopar.frontend.masked_reads import masked_reads_spread
@@ -94,7 +95,8 @@ def forward_program(
     hooks_placed(graph)
     own_data_kept(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept, assigned)
-    items = [item for item, _ in inputs]
+    other_data_copied(graph)
+    items = list(written_as_buffers(graph, [item for item, _ in inputs]))
     held = {mapping[node]: constants[item.name] for item, node in inputs if item.kind == "constant"}
     known_masks_indexed(graph, held, copies.regions, _adding_constants(graph, items, constants))
     masked_reads_spread(graph, copies.regions)

@@ -125,8 +125,9 @@ def refuse_lost(program: Program, assigned: Mapping[str, str]) -> None:
     for node in program.graph.nodes:
         if gives_other_data(node):
             raise CaptureError(
-                f"{SOURCE[node]}: forward gives a tensor other data (x.data = ..., or x.set_(...)), which would be lost: "
-                "compute with a new tensor, or write into a buffer, self.mean.copy_(...) under torch.no_grad()"
+                f"{SOURCE[node]}: forward gives a tensor other data (x.data = ..., or x.set_(...)), which is captured where x is of the "
+                "model, the data are new and like those of x, and nothing else reads the old or the new ones; write into x, a buffer or a "
+                "parameter that does not train, x.copy_(...) under torch.no_grad(), or compute with a new tensor"
             )
     lost = {name: why for name, why in assigned.items() if why}
     read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in lost and node.users]

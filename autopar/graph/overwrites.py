@@ -49,6 +49,12 @@ def written_by(writer: Node) -> Node:
     return out if isinstance(out, Node) else writer.all_input_nodes[0]
 
 
+def all_written_by(writer: Node) -> tuple[Node, ...]:
+    """Likewise; of a call on lists (`torch._foreach_mul_`) all of the first."""
+    first = writer.args[0] if writer.args else None
+    return tuple(each for each in first if isinstance(each, Node)) if isinstance(first, (list, tuple)) else (written_by(writer),)
+
+
 def writers_of(graph: Graph) -> tuple[Node, ...]:
     """The nodes that write into an operand, in order."""
     return tuple(node for node in graph.nodes if node.op == "call_function" and writes(node))

@@ -13,7 +13,7 @@ from autopar.ir.sharding import Dims, Sharding, shape_of
 class Placement:
     """Where a value of `dims` lies on `mesh`; `padding` is in `dims`, and in nothing that the user sees.
 
-    `stages` are those of a pipeline that hold it.
+    `stages` are those of a pipeline that hold it. A parameter that `is_written` by forward lies whole wherever it is, as a buffer does.
     """
 
     dims: Dims
@@ -21,6 +21,7 @@ class Placement:
     mesh: Mesh
     padding: Padding | None = None
     stages: tuple[int, ...] = ()
+    is_written: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

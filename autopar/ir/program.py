@@ -46,6 +46,7 @@ class Input:
     `batch_dim` is the dim of a batch input, or of a tangent of which ranks have unequal shares, that counts samples; None for one that
     every rank gets whole. `shares` says how many of them each place along dp passes, where real ranks pass unequal ones; for a tangent see
     `Output`.
+    A buffer that `is_parameter` is a parameter that does not train and that forward writes, as it would a buffer.
     """
 
     kind: InputKind
@@ -59,6 +60,7 @@ class Input:
     padding: Padding | None = None
     shares: tuple[int, ...] = ()
     views: int = 1
+    is_parameter: bool = False
 
     def entering(self, value: torch.Tensor) -> torch.Tensor:
         """`value`, whole and of the logical shape, with the padding that it enters the graph with."""

@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 from autopar.graph.autocast import NOTHING, Autocast, Casts, CastsOfCalls, Region
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.fake_values import set_fake_values
-from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.graph.overwrites import all_written_by, memory_of, writers_of, written_by
 from autopar.ir.keys import EXACT, SOURCE
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
@@ -69,9 +69,9 @@ class CastToPrecision:
 
     A parameter is cast once, where it lies, so that what is gathered of it is the lower dtype. What no parameter and no floating-point
     input has a part in (angles of rotary embeddings, masks) stays as it is, and so do calls of modules that are kept, under a
-    disabled autocast, and of a `torch.autograd.Function`: these get float32. So do calls that are on no list and take no lower
-    dtype, or no two dtypes (transforms of Fourier, factorizations, quantiles, complex numbers). What is written into an operand is
-    cast to that one's dtype.
+    disabled autocast, of a `torch.autograd.Function`, and of what forward writes into parameters alone: these get float32. So do
+    calls that are on no list and take no lower dtype, or no two dtypes (transforms of Fourier, factorizations, quantiles, complex
+    numbers). What is written into an operand is cast to that one's dtype.
 
     Reads: a FORWARD program as it was captured, SOURCE, EXACT. Writes: casts; `precision` and `reduce` of the program.
     Ensures: inputs and outputs have the dtypes that they had. Raises `AutoparError` for trainable parameters that are not float32, and for
@@ -118,15 +118,27 @@ def _regions(program: Program, precision: MixedPrecision) -> Mapping[Node, Regio
     """By call what casts it."""
     low = _Low(Autocast("cuda", precision.param))
     exact = _Exact(Autocast("cuda", torch.float32))
-    descends = {node for item, node in program.named_inputs() if item.kind == "parameter" or (item.kind == "batch" and _is_float(node))}
+    named, updates = list(program.named_inputs()), _of_written_parameters(program)
+    learned = {node for item, node in named if item.kind == "parameter" or item.is_parameter}
+    descends = learned | {node for item, node in named if item.kind == "batch" and _is_float(node)}
     regions: dict[Node, Region] = {}
     for node in program.graph.nodes:
         if node.op != "call_function" or descends.isdisjoint(node.all_input_nodes):
             continue
         descends.add(node)
-        is_exact = node in EXACT or not isinstance(node.target, OpOverload) or precision.keeps(SOURCE[node].module)
+        is_exact = node in EXACT or node in updates or not isinstance(node.target, OpOverload) or precision.keeps(SOURCE[node].module)
         regions[node] = exact if is_exact else low
     return regions
+
+
+def _of_written_parameters(program: Program) -> set[Node]:
+    """What nothing but parameters that forward writes comes of: 0.999 times a teacher's weight has no digits in a lower dtype."""
+    written = {node for item, node in program.named_inputs() if item.is_parameter}
+    found = {each for each in writers_of(program.graph) if not written.isdisjoint(map(memory_of, all_written_by(each)))}
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_function" and node.users and found.issuperset(node.users):
+            found.add(node)
+    return found
 
 
 def _is_float(node: Node) -> bool:

@@ -258,7 +258,7 @@ def _refuse_write(program: Program, index: int) -> NoReturn:
     source = program.signature.inputs[index]
     mend = "write out of place (x = x * 2 for x.mul_(2)), or make it a buffer"
     if source.kind == "parameter":
-        mend = "change parameters outside of forward, after the optimizer's step, or make it a buffer"
+        mend = "change what trains outside of forward, after the optimizer's step; what does not (requires_grad_(False)) may be written"
     what = {"parameter": f"parameter {source.name!r}", "constant": "a tensor that it holds and that is no buffer"}
     raise CaptureError(
         f"the model writes into {what.get(source.kind, f'its {source.kind} input {source.name}')} in forward{_written_at(program, index)}\n"

@@ -109,7 +109,7 @@ class Call:
         for item in self.signature.outputs_of("buffer"):
             held = self.held(item)
             if held.parts:
-                self._tensors[item.name].copy_(self.world.whole(*held))
+                local_of(self._tensors[item.name]).copy_(self.world.whole(*held))
         results = {item.name: self.world.whole(*self.held(item)) for item in self.results}
         self._shapes = {name: result.shape for name, result in results.items()}
         return results
@@ -267,7 +267,7 @@ class Call:
         if item.kind == "tangent":
             return dict.fromkeys(ranks, torch.full(item.shape, self._scale, dtype=item.dtype, device=self._device))
         values: dict[str, Callable[[], torch.Tensor]] = {
-            "buffer": lambda: self._tensors[item.name],
+            "buffer": lambda: local_of(self._tensors[item.name]),
             "batch": lambda: self._batch[int(item.name)],
             "constant": lambda: self.places.constant(item.name, self._device),
         }

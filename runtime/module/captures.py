@@ -20,7 +20,7 @@ from autopar.driver.compiled import TENSOR, Compiled
 from autopar.driver.options import BatchDims, BatchOfFirst
 from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import TrainStep
-from autopar.errors import AutoparError, InputError, MeshError, PlanError
+from autopar.errors import AutoparError, InputError, MeshError
 from autopar.frontend.capture import described_output
 from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh
@@ -50,8 +50,7 @@ from autopar.runtime.module.inputs import (
 )
 from autopar.runtime.module.lengths import CutOutputs, Described, at_length, padded
 from autopar.runtime.module.names import NamesOfModel, log_names_of_both
-from autopar.runtime.module.parameters import same_placement
-from autopar.runtime.module.placement import all_placements, check_copies_trained, global_parameters, placements_of
+from autopar.runtime.module.placement import all_placements, check_placements, global_parameters, placements_of, written_whole
 from autopar.runtime.module.signature import check_arguments
 from autopar.runtime.module.tangents import TangentCheck, tell_of_unequal_shares
 from autopar.runtime.module.trained import take_over
@@ -323,16 +322,15 @@ class CapturingModule(NamesOfModel):
                 step_by_parts(self._model.named_parameters(), self._world, self._trainer, before)
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
         elif not self._world.is_virtual:
-            self._check_placements(placements)
-            trained = [item.name for item in compiled.signature.outputs_of("gradient")]
-            check_copies_trained(self._placements, compiled.holders, trained)
+            check_placements(self._placements, placements, compiled.signature, compiled.holders)
         holders = compiled.holders
         # What no call has read so far lies whole on all stages, and is from now on that of those that read it.
         read_now = {name: holders[name] for name, each in self._placements.items() if not each.stages and holders.get(name)}
         if isinstance(self._world, DistributedWorld):
             self._world.holders |= read_now
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
-        self._placements = placements | {name: each for name, each in self._placements.items() if name not in read_now}
+        placements |= {name: each for name, each in self._placements.items() if name not in read_now}
+        self._placements = placements | written_whole(placements, compiled.signature)
         self._guard.captured(compiled.facts.written)
         if device.type == "cpu":
             self._freed.keep()
@@ -373,13 +371,6 @@ class CapturingModule(NamesOfModel):
             why = f"each new shape compiles anew; {fewer}"
             why = f"each change of the model compiles anew; the latest: {changes}" if changes else why
             warnings.warn(f"{number} captures of one model: {why}", stacklevel=5)
-
-    def _check_placements(self, placements: Mapping[str, Placement]) -> None:
-        for name, placement in placements.items():
-            first = self._placements.get(name)
-            if first is not None and not same_placement(first, placement):
-                was, now = first.sharding.describe(first.dims), placement.sharding.describe(placement.dims)
-                raise PlanError(f"parameter {name!r} lies as {was} since the first capture; this call was compiled for {now}")
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters under its names; on a real mesh those of this process's stage. There it is a `MeshError` before the first

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from autopar.runtime.birth.slots import get, names_of, put
 from autopar.runtime.execute.group_cache import known_or_made
 from autopar.runtime.module.gathers import can_gather
 from autopar.runtime.module.inputs import checksum
-from autopar.runtime.module.parameters import local_shard
+from autopar.runtime.module.parameters import local_shard, same_placement
 from autopar.runtime.module.pieces import words_of
 from autopar.runtime.module.without_values import KEEPS_MEMORY, STRIDES, hand_on_attributes, stands_in
 from autopar.runtime.offload.stored import Store
@@ -48,9 +49,15 @@ def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
 
 
 def all_placements(model: nn.Module, signature: Signature, mesh: Mesh) -> dict[str, Placement]:
-    """Where each parameter of `model` lies: those that the program does not use are replicated."""
+    """Where each parameter of `model` lies: those that the program does not use, and those that forward writes, are replicated."""
     used = placements_of(signature, mesh)
     return used | {name: whole_placement(parameter, mesh) for name, parameter in model.named_parameters() if name not in used}
+
+
+def written_whole(placements: Mapping[str, Placement], signature: Signature) -> dict[str, Placement]:
+    """Those of `placements` that are of parameters which forward writes, as later calls are to know them; they lie whole."""
+    written = ((item.name, placements[item.name]) for item in signature.inputs_of("buffer") if item.is_parameter)
+    return {name: replace(each, is_written=True) for name, each in written if each.sharding.is_replicated}
 
 
 def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
@@ -93,6 +100,26 @@ def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
             pieces += [(axis_sizes[axis], axis) for axis in split]
             pieces.append((atom // placement.mesh.size_of(split), None))
         yield pieces
+
+
+def check_placements(
+    first: Mapping[str, Placement], now: Mapping[str, Placement], signature: Signature, holders: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise `PlanError` where a call, of a LOCAL signature, was compiled for other parameters than those that lie on processes since the
+    `first` capture. `holders` are the stages by parameter."""
+    for name, placement in now.items():
+        if name in first and not same_placement(first[name], placement):
+            was, wanted = (each.sharding.describe(each.dims) for each in (first[name], placement))
+            raise PlanError(f"parameter {name!r} lies as {was} since the first capture; this call was compiled for {wanted}")
+    for item in signature.inputs_of("buffer"):
+        lies = first.get(item.name)
+        if item.is_parameter and lies is not None and (not lies.sharding.is_replicated or lies.stages):
+            raise PlanError(
+                f"parameter {item.name!r}, into which forward writes, lies {lies.sharding.describe(lies.dims)} since the first call, which "
+                "only read it; what forward writes lies whole on all ranks: let the first call (or example_inputs) be one that writes it, "
+                "as in training mode"
+            )
+    check_copies_trained(first, holders, [item.name for item in signature.outputs_of("gradient")])
 
 
 def check_copies_trained(first: Mapping[str, Placement], holders: Mapping[str, tuple[int, ...]], trained: Collection[str]) -> None:

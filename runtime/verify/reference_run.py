@@ -112,8 +112,9 @@ def run_original(
     with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
         leaves, _ = flatten(as_traced(lambda: model(*args, **kwargs)))
     outputs = {item.name: leaves[int(item.name)] for item in signature.outputs if item.kind in ("loss", "output")}
-    changed = _changed(dict(model.named_buffers()), case)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    changed = _changed(dict((*model.named_buffers(), *frozen)), case)
     gradients = _gradients(_differentiated(outputs, signature), parameters, case) if training else {}
     return Results(_detached(outputs), gradients, changed)
 

@@ -120,9 +120,16 @@ def call_of(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
     """A call that has not run, and changes nothing of the module when it does."""
     inputs, captured = parallel.captured(args, kwargs, runs=True)
     compiled, world = captured.compiled, parallel._world
-    tensors = dict(parallel.named_parameters()) | {name: buffer.clone() for name, buffer in parallel.named_buffers()}
+    tensors = tensors_of_trial(parallel, compiled)
     key = random_key(parallel.seed or 0, 0)
     return Call(compiled, captured.fragments, world, tensors, inputs.leaves, key, world.device(parallel._model)), compiled
+
+
+def tensors_of_trial(parallel: ModuleState, compiled: Compiled) -> dict[str, torch.Tensor]:
+    """The module's parameters and buffers by name, and copies of those that a call writes."""
+    written = {item.name for item in compiled.signature.outputs_of("buffer")}
+    named = (*parallel.named_parameters(), *parallel.named_buffers())
+    return {name: tensor.detach().clone() if name in written else tensor for name, tensor in named}
 
 
 def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:

@@ -19,7 +19,7 @@ from autopar.runtime.execute.interpreter import RankState
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.module_state import ModuleState
-from autopar.runtime.verify.timeline import bytes_of
+from autopar.runtime.verify.timeline import bytes_of, tensors_of_trial
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def tracked_step(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str,
     """By rank of this process what forward and backward of such a call take. Nothing changes: no gradient is kept, no buffer written."""
     inputs, captured = parallel.captured(args, kwargs, runs=True)
     world, device = parallel._world, parallel._world.device(parallel._model)
-    tensors = dict(parallel.named_parameters()) | {name: buffer.clone() for name, buffer in parallel.named_buffers()}
+    tensors = tensors_of_trial(parallel, captured.compiled)
     leaves = (each for each in inputs.leaves if isinstance(each, torch.Tensor))
 
     def new_call() -> Call:
