@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar._torch import OpOverload, has_kernel, pytree, schema_of, writes_operands
 from autopar.errors import AutoparError
-from autopar.graph.autocast import NOTHING, Autocast, Casts, CastsOfCalls, Region
+from autopar.graph.autocast import NOTHING, Autocast, CastInsideError, Casts, CastsOfCalls, Region
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.fake_values import set_fake_values
 from autopar.graph.overwrites import all_written_by, memory_of, writers_of, written_by
@@ -172,6 +172,8 @@ class _Low(Region):
             casts = known.of(node.target, args, kwargs, self.autocast)
         except RuntimeError:  # made of others that do not take the lower dtype, as transforms of Fourier are
             return _all_to(torch.float32, args, kwargs)
+        except CastInsideError:  # one kernel on a GPU, whose operands autocast casts: LSTMs, cells of recurrent networks
+            return _all_to(self.autocast.dtype, args, kwargs)
         if casts != NOTHING or has_kernel(node.target, "AutocastCUDA") or node.target in CASTS:
             return casts
         if node.target.namespace != "aten":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar._torch import OpOverload
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError
 from autopar.frontend.capture import capture
 from autopar.graph.promote import default_float64, promote
 from autopar.ir.mesh import virtual_mesh
@@ -248,17 +248,24 @@ def test_a_convolution_of_strided_operands_is_cast(trains: bool) -> None:
     assert {operand.meta["val"].dtype for operand in node.all_input_nodes} == {torch.bfloat16}
 
 
-def test_a_cell_that_is_one_kernel_on_a_gpu_is_refused() -> None:
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_what_is_one_kernel_on_a_gpu_computes_in_the_lower_dtype(kind: type[nn.Module], backend: str) -> None:
     class Stepped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.cell = nn.GRUCell(4, 4)
+            self.embedding, self.cell = nn.Embedding(8, 4), kind(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.cell(x).square().mean()
+        def forward(self, ids: Tensor) -> Tensor:
+            found = self.cell(self.embedding(ids))
+            return (found[0] if isinstance(found, tuple) else found).square().mean()
 
-    with pytest.raises(CaptureError, match=r"(?s)gru_cell.default is cast inside.*test_cast_to_precision.py.*how to mend it"):
-        autopar.compile(Stepped(), virtual_mesh(dp=2), example_inputs=(torch.randn(4, 4),), backend="eager", precision="bf16")
+    torch.manual_seed(0)
+    ids = torch.randint(0, 8, (4,) if "Cell" in kind.__name__ else (4, 4))
+    parallel = autopar.compile(Stepped(), virtual_mesh(dp=2), example_inputs=(ids,), backend=backend, precision="bf16")
+    assert parallel.verify(ids)
+    products = [each for each in parallel.compiled.forward.graph.nodes if str(each.target).startswith(("aten.lstm", "aten.gru"))]
+    assert products and all(each.meta["val"].dtype == torch.bfloat16 for node in products for each in node.all_input_nodes)
 
 
 @pytest.mark.parametrize(
