@@ -13,6 +13,7 @@ from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, fake_errors_qu
 from autopar.errors import CaptureError
 from autopar.graph.autocast import CastInsideError, Casts, CastsOfCalls, Region, Tensor
 from autopar.graph.emit import copy_origin, replace, tensor_of
+from autopar.graph.lying import Lying
 from autopar.ir.arguments import call_of, node_at
 from autopar.ir.program import Program
 from autopar.ir.source import source_of
@@ -46,12 +47,12 @@ def set_fake_values(program: Program, regions: Mapping[Node, Region], leaves: Co
         region.leaves = frozenset(leaves)
     if any(region.autocast is not None for region in regions.values()):
         _drop_moves(program)
-    mode = fake_mode()
+    values = _Values(program, mode := fake_mode(), regions)
     with mode:
         for item, node in program.named_inputs():
             node.meta["val"] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
     with fake_errors_quiet():
-        _Values(program, mode, regions).set()
+        values.set()
 
 
 def _drop_moves(program: Program) -> None:
@@ -65,6 +66,7 @@ class _Values:
     def __init__(self, program: Program, mode: FakeTensorMode, regions: Mapping[Node, Region]) -> None:
         self._graph, self._mode, self._regions = program.graph, mode, regions
         self._casts = CastsOfCalls(mode)
+        self._lying = Lying(program.graph, self._call)
 
     def set(self) -> None:
         for node in self._graph.nodes:
@@ -93,6 +95,17 @@ class _Values:
                 ) from error
 
     def _run(self, node: Node) -> None:
+        self._lying.before(node)
+        try:
+            self._compute(node)
+        except (RuntimeError, ValueError):
+            if not self._lying.copy(node):
+                raise
+            self._compute(node)
+        if self._lying.after(node):
+            self._compute(node)
+
+    def _compute(self, node: Node) -> None:
         args, kwargs = self._values(node)
         with self._mode, torch.no_grad():
             node.meta["val"] = call_of(node)(*args, **kwargs)

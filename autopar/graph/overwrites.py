@@ -13,14 +13,17 @@ from autopar.ir.arguments import all_named, node_at
 
 aten = torch.ops.aten
 
-# Their results may share the operand's memory, although no schema says so.
-_MAY_SHOW = frozenset(
+# Whether their results share the operand's memory goes by how it lies, or by its dtype; no schema says so.
+SHOWS_OR_COPIES = frozenset(
     {
         aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
-        aten.to.other, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.type_as.default, aten.dropout.default,
-        aten.chunk.default, aten.unflatten.int,
+        aten.to.other, aten.reshape_as.default, aten.type_as.default,
     }
 )  # fmt: skip
+# Their results may share the operand's memory, although no schema says so.
+_MAY_SHOW = SHOWS_OR_COPIES | {
+    aten.expand_as.default, aten.view_as.default, aten.dropout.default, aten.chunk.default, aten.unflatten.int,
+}  # fmt: skip
 # Their results show parts that do not overlap.
 _DISJOINT = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int})
 
