@@ -31,6 +31,7 @@ from autopar.frontend._torch import (
     variables_traced,
 )
 from autopar.frontend._torch_export import operands_traced_as_they_are, regions_traced
+from autopar.frontend.asked_layouts import Asked, asked_layouts, asked_otherwise, with_asked
 from autopar.frontend.assigned_buffers import Assigned, assigned_buffers, assigned_value, assigned_written
 from autopar.frontend.attribute_reads import read_and_assigned
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of, others, tensors_of
@@ -109,7 +110,7 @@ def capture(
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
             numbers, hooks = numbers_of(model), num_hooks(model)
             # What has no batch dim is not put together again from what several microbatches make.
-            spec = _output_spec(model, args, kwargs, _batch_size(args, kwargs, batch_dims) if mesh.num_microbatches > 1 else None)
+            spec, asked = _output_spec(model, args, kwargs, _batch_size(args, kwargs, batch_dims) if mesh.num_microbatches > 1 else None)
             warn_of_frozen(numbers, numbers_of(model), but_flags=num_hooks(model) > hooks)
         if outputs == "loss" and spec.loss_index is None:
             raise CaptureError(
@@ -122,7 +123,7 @@ def capture(
         program, assigned = _exported(model, args, kwargs, mesh, spec, kept, autocast)
     refuse_sparse(program, model)
     refuse_lost(program, assigned)
-    program = _with_batch_dims(program, batch_dims)
+    program = with_asked(_with_batch_dims(program, batch_dims), asked)
     if mesh.num_shares > 1 and program.signature.outputs_of("output"):
         program = _with_batch_dims_of_outputs(program, model, args, kwargs)
     return replace(program, written=tuple(sorted(written)))
@@ -267,23 +268,23 @@ def described_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     args, kwargs = _distinct_examples(model, args, kwargs)
     with _as_graphs_hold_it(model):
         with attributes_kept(model, but_hooks=True), caches_kept_clean(), asserts_assumed():
-            output, _, _ = _fake_output(model, args, kwargs)
+            output, *_ = _fake_output(model, args, kwargs)
     leaves, structure = flattened(output)
     return structure, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None) -> OutputSpec:
-    """Run the forward on fake tensors to learn what it returns, and warn of tensors that it keeps from call to call."""
-    output, assigned, reassigned = _fake_output(model, args, kwargs, is_watched=True)
+def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None) -> tuple[OutputSpec, Asked]:
+    """Run the forward on fake tensors to learn what it returns and asks, and warn of tensors that it keeps from call to call."""
+    output, assigned, reassigned, asked = _fake_output(model, args, kwargs, is_watched=True)
     warn_of_reassigned(reassigned)
-    return OutputSpec.of(output, assigned, batch_size)
+    return OutputSpec.of(output, assigned, batch_size), asked
 
 
 def _fake_output(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_watched: bool = False
-) -> tuple[Any, Assigned, tuple[str, ...]]:
-    """What the forward returns on fake tensors, the buffers for which it sets others, and, where it `is_watched`, the attributes that it
-    reads and sets anew."""
+) -> tuple[Any, Assigned, tuple[str, ...], Asked]:
+    """What the forward returns on fake tensors, the buffers for which it sets others, where it `is_watched` the attributes that it reads
+    and sets anew, and the inputs of which it asks how they lie."""
     mode, held, hooks = _fake_mode_of(model) or fake_mode(), tensors_of(model), num_hooks(model)
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else nullcontext()
@@ -304,12 +305,18 @@ def _fake_output(
         before = dict(fakes)
         reassigned: tuple[str, ...] = ()
 
-        def run(tensors: dict[str, torch.Tensor]) -> Any:
-            return as_traced(lambda: torch.func.functional_call(model, tensors, fake_args, fake_kwargs))
+        leaves, structure = pytree.tree_flatten((fake_args, fake_kwargs))
 
-        output = run(fakes)
+        def run(tensors: dict[str, torch.Tensor], given: list[Any] = leaves) -> Any:
+            return as_traced(lambda: torch.func.functional_call(model, tensors, *pytree.tree_unflatten(given, structure)))
+
+        with asked_layouts(leaves) as asked:
+            output = run(fakes)
         refuse_open((flattened(output)[0], fakes))
         if is_watched and others(held, tensors_of(model)) and num_hooks(model) == hooks:  # hooks that a second run might install again
             reassigned = read_and_assigned(model, lambda: run(dict(before)))
+        if is_watched and asked and num_hooks(model) == hooks:
+            with attributes_kept(model):
+                asked = asked_otherwise(asked, leaves, lambda given: run(dict(before), given))
     # After the call torch has noted in `fakes` what the model set.
-    return output, assigned_buffers(model, before, fakes), reassigned
+    return output, assigned_buffers(model, before, fakes), reassigned, asked

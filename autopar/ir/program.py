@@ -45,8 +45,8 @@ class Input:
     A tied parameter is one input under its first name.
     `batch_dim` is the dim of a batch input, or of a tangent of which ranks have unequal shares, that counts samples; None for one that
     every rank gets whole. `shares` says how many of them each place along dp passes, where real ranks pass unequal ones; for a tangent see
-    `Output`.
-    A buffer that `is_parameter` is a parameter that does not train and that forward writes, as it would a buffer.
+    `Output`. A buffer that `is_parameter` is a parameter that does not train and that forward writes. `asked` is the line
+    where forward asks how a batch input lies in memory, if it does.
     """
 
     kind: InputKind
@@ -61,6 +61,7 @@ class Input:
     shares: tuple[int, ...] = ()
     views: int = 1
     is_parameter: bool = False
+    asked: str = ""
 
     def entering(self, value: torch.Tensor) -> torch.Tensor:
         """`value`, whole and of the logical shape, with the padding that it enters the graph with."""

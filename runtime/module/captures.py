@@ -49,6 +49,7 @@ from autopar.runtime.module.inputs import (
     shares_to_pad,
 )
 from autopar.runtime.module.lengths import CutOutputs, Described, at_length, padded
+from autopar.runtime.module.lying_inputs import check_lying
 from autopar.runtime.module.names import NamesOfModel, log_names_of_both
 from autopar.runtime.module.placement import all_placements, check_placements, global_parameters, placements_of, written_whole
 from autopar.runtime.module.signature import check_arguments
@@ -187,6 +188,7 @@ class CapturingModule(NamesOfModel):
                 self._captures[key] = self._compile(inputs, shares)
         self._latest = self._captures[key].compiled
         if runs:
+            check_lying(inputs, self._latest.signature, self._world)
             self._freed.begin_call()
         return inputs, self._captures[key]
 
@@ -256,8 +258,7 @@ class CapturingModule(NamesOfModel):
         except Exception as caught:  # whatever it is, the peers must hear of it
             error = caught
         try:
-            problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            backwards = self._backwards
+            problem, backwards = str(error) if isinstance(error, AutoparError) else repr(error), self._backwards
             counts = (self.seed, self.step, (backwards.number, backwards.num_calls), sorted(self._placed_anew.items()))
             told = (inputs.kinds, *key[1:], *self._trainer.told, *counts) if key else ()
             is_equal = partial(self._world.is_equal, place=f"a call ({backwards.place})")
@@ -359,8 +360,7 @@ class CapturingModule(NamesOfModel):
         step_by_parts(placed, world, self._trainer, {name: weakref.ref(each) for name, each in before.items()})
 
     def _announce(self, inputs: CallInputs) -> None:
-        number = len(self._captures) + 1
-        if number == 1:
+        if (number := len(self._captures) + 1) == 1:
             return
         shapes = ", ".join(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, name, tensor in inputs.tensors)
         changed = f"; the model changed: {changes}" if (changes := self._guard.changes()) else ""
