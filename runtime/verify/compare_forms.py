@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.driver.compiled import Compiled, PassRun
 from autopar.driver.progress import progress
-from autopar.graph.autocast import autocast_off
+from autopar.graph.autocast import Autocast, autocast_off
 from autopar.graph.promote import Promoting, default_float64, dtype_of, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
 from autopar.runtime.verify.copied_model import copy_model
 from autopar.runtime.verify.errors import Errors, errors_between, joint_error
-from autopar.runtime.verify.limits import Limits, gradients_within
+from autopar.runtime.verify.limits import Limits, gradients_within, known
+from autopar.runtime.verify.other_roundings import NUM_SAMPLES, RoundedOtherwise
 from autopar.runtime.verify.reference_run import (
     Case,
     ReferenceRunError,
@@ -142,8 +143,13 @@ class _Forms:
         self.cast_error: float | None = None
         # In float64 what is compared in float32, and in float32 what is promoted; None where nothing more is measured.
         self.in_other_dtype: Callable[[], _Forms] | None = None
+        # The reference once more, in a lower dtype, to learn how far other roundings take it; None where nothing more is measured.
+        self.rounded_otherwise: Callable[[], Results] | None = None
+        self.autocast, self.samples = Autocast.around("cpu"), list[Mapping[str, float]]()
         if not promoted and self.limits.is_low:
             self._measure_casts(model, compiled, inputs, key)
+            self.rounded_otherwise = lambda: self._reference(model, inputs)
+        self.measured = self.limits  # without other roundings
 
     def _scaled_reference(self, model: nn.Module, inputs: CallInputs) -> Results:
         """The reference; in float16 with the gradient of the loss from 2^16 down, as large as it can be: from 1 gradients would vanish."""
@@ -232,7 +238,12 @@ class _Forms:
                 self.limits = self._beside_rounding(in_other_dtype)
             except Exception as error:  # a kernel of the user's that knows one dtype alone: nothing is allowed besides
                 logger.debug("how far rounding takes the original is not known: %s", error)
+        while self.rounded_otherwise is not None and not (self._is_cast_within_limits() and self._are_within_limits(errors)):
+            self._take_sample(self.rounded_otherwise)
         return self._are_within_limits(errors)
+
+    def _is_cast_within_limits(self) -> bool:
+        return self.cast_error is None or known(self.cast_error) <= self.limits.casts
 
     def _beside_rounding(self, in_other_dtype: Callable[[], _Forms]) -> Limits:
         """The limits beside what rounding in float32 does to the original's own gradients, for one more run of it."""
@@ -243,6 +254,14 @@ class _Forms:
         errors = errors_between(rounded.reference, exact.reference, exact.case, floor_of(fine if self.promoted else coarse))
         finer = torch.finfo(fine).eps / torch.finfo(coarse).eps if self.promoted else 1.0
         return self.limits.beside_rounding(errors.gradients, finer, _vanishing(rounded.reference.gradients, exact.reference.gradients))
+
+    def _take_sample(self, run: Callable[[], Results]) -> None:
+        """Limits beside what other roundings do to the reference's gradients, for one more run of it; there are so many at most."""
+        with RoundedOtherwise(len(self.samples)), _under(self.autocast):
+            self.samples.append(errors_between(run(), self.reference, self.case, self.limits.floor).gradients)
+        self.limits = self.measured.beside_other_roundings(self.samples)
+        if len(self.samples) == NUM_SAMPLES:
+            self.rounded_otherwise = None
 
     def _are_within_limits(self, errors: Errors) -> bool:
         rest = replace(errors, gradients={})
@@ -367,6 +386,10 @@ def promote_compiled(compiled: Compiled) -> Compiled:
         separated=compiled.separated and promote(compiled.separated),
     )
     return replace(forms, schedule=promote_schedule(compiled.schedule))
+
+
+def _under(autocast: Autocast | None) -> AbstractContextManager[object]:
+    return nullcontext() if autocast is None else torch.autocast("cpu", autocast.dtype, cache_enabled=autocast.caches)
 
 
 def _vanishing(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> list[str]:

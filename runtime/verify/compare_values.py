@@ -38,7 +38,7 @@ class ValueComparison:
         self.seen: set[str] = set()
         self.stepper = Stepper(program, case, origins(local) & self.known)
         self.mesh, self.tolerance = local.mesh, tolerance
-        self.scales = _Scales()
+        self.scales = Scales()
         self.found: Difference | None = None
 
     def __call__(self, node: Node, values: Sequence[Any]) -> None:
@@ -71,7 +71,7 @@ class ValueComparison:
 
 
 @dataclass
-class _Scales:
+class Scales:
     """The largest norm so far in each phase: what rounding is measured by where a value is zero by cancellation."""
 
     largest: dict[str | None, float] = field(default_factory=dict[str | None, float])
@@ -86,7 +86,7 @@ def first_renamed(before: Program, after: Program, case: Case, tolerance: float)
     names = frozenset(node.name for node in before.graph.nodes if node.op == "call_function")
     shared = names & {node.name for node in after.graph.nodes}
     unwritten = _unwritten(after)
-    old, new, scales = Stepper(before, case, shared), Stepper(after, case, shared), _Scales()
+    old, new, scales = Stepper(before, case, shared), Stepper(after, case, shared), Scales()
     for node in after.graph.nodes:
         if node.name not in shared:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -67,6 +67,19 @@ class Limits:
         times = {name: finer * (64 if name in vanishing else 4) for name in errors}
         own = {name: min(times[name] * error, 1e3 * self.gradients) for name, error in errors.items() if math.isfinite(error)}
         return replace(self, by_gradient={name: limit for name, limit in own.items() if limit > self.gradients})
+
+    def beside_other_roundings(self, samples: Sequence[Mapping[str, float]]) -> Limits:
+        """Beside a reference of whose gradients each is so far from itself where its operations round otherwise, in each of some samples.
+
+        A run that computes the same is another such sample: each gradient may be off by half as much again as the largest, but by no more
+        than a gradient may be at all. That is what rounding explains of the reference's own error, too; of more than a half nothing is proved.
+        """
+        if self.is_asked:
+            return self
+        largest = {name: 1.5 * max(known(sample.get(name, 0.0)) for sample in samples) for name in samples[0]}
+        casts = max(self.casts, min(max(largest.values(), default=0.0), 0.5))
+        own = {name: max(self.by_gradient.get(name, 0.0), min(limit, self.casts)) for name, limit in largest.items()}
+        return replace(self, casts=casts, by_gradient={name: limit for name, limit in own.items() if limit > self.gradients})
 
 
 def known(error: float) -> float:

@@ -29,7 +29,7 @@ from autopar.runtime.module.lengths import at_length
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.verify.compare_forms import verify_compiled
-from autopar.runtime.verify.compare_values import difference_at
+from autopar.runtime.verify.compare_values import Scales, difference_at
 from autopar.runtime.verify.copied_model import copy_model
 from autopar.runtime.verify.padding import Arguments, padding_change
 from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local, run_separated
@@ -197,7 +197,7 @@ class _OwnRun:
         found: list[Difference] = []
         each = compiled.mesh.num_microbatches
         # What cancels in the middle of a step may be off by more than its results are.
-        limit = tolerance if self.promoted else max(tolerance, 1e-3)
+        limit, scales = tolerance if self.promoted else max(tolerance, 1e-3), Scales()
 
         def observe(node: Node, values: Sequence[Any]) -> None:
             for rank, state in call.states.items():
@@ -206,7 +206,7 @@ class _OwnRun:
                     buffer = kept.get(f"{node.name}@{number}", kept.get(node.name))
                     value = values[rank * each + number]
                     if buffer is not None and isinstance(value, torch.Tensor) and not found:
-                        error = error_of(buffer.cpu(), value)
+                        error = error_of(buffer.cpu(), value, scales.floor_of(node, value))
                         if error > limit:
                             of_microbatch = f", microbatch {number}" if each > 1 else ""
                             found.append(difference_at(node, error, f"on rank {rank}{of_microbatch}"))
