@@ -23,6 +23,7 @@ _ADDRESSES = frozenset(
     {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.dim_order, torch.Tensor.as_strided, torch.as_strided}
 )
 _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.reshape, torch.reshape})
+_NOTED = _ADDRESSES | _COPIES | {torch.Tensor.is_contiguous}
 _NOT_FORWARD = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # By the flat index of an input the line of forward that asks.
 Asked = dict[int, str]
@@ -65,12 +66,15 @@ class _Watched(TorchFunctionMode):
         self.whether: Asked = {}  # asked for nothing else than whether they are contiguous
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensor = args[0] if args else None
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            index = self._indices.get(StorageWeakRef(tensor.untyped_storage()))
-            if index is not None:
-                self._note(func, index, tensor)
+        if func in _NOTED and args and isinstance(args[0], torch.Tensor) and (index := self._index(args[0])) is not None:
+            self._note(func, index, args[0])
         return func(*args, **(kwargs or {}))
+
+    def _index(self, tensor: torch.Tensor) -> int | None:
+        try:
+            return self._indices.get(StorageWeakRef(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # a sparse one, or one inside a transform of torch.func
+            return None
 
     def _note(self, func: Any, index: int, tensor: torch.Tensor) -> None:
         if func in _ADDRESSES:
