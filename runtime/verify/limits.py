@@ -72,7 +72,7 @@ class Limits:
         """Beside a reference of whose gradients each is so far from itself where its operations round otherwise, in each of some samples.
 
         A run that computes the same is another such sample: each gradient may be off by half as much again as the largest, but by no more
-        than a gradient may be at all. That is what rounding explains of the reference's own error, too; of more than a half nothing is proved.
+        than a gradient may be at all. So much rounding explains of the reference's own error, too; of more than a half nothing is proved.
         """
         if self.is_asked:
             return self

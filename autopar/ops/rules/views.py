@@ -195,6 +195,15 @@ def view_as_real(node: Node) -> Rule:
     return Rule((labels,), ((*labels, None),), linear=_FIRST)
 
 
+@rule(aten.view.dtype)
+def view_dtype(node: Node) -> Rule:
+    """The bits of neighbours along the last dim are read as one number, or those of one number as several."""
+    labels = positional(len(shape_of(node)))
+    is_one_by_one = shape_of(node) == shape_of(node.args[0])
+    labels = labels if is_one_by_one else (*labels[:-1], None)
+    return Rule((labels,), (labels,))
+
+
 @rule(aten.slice_scatter.default, aten.select_scatter.default)
 def scatter_part(node: Node) -> Rule:
     """The second operand written into the first."""

@@ -14,6 +14,8 @@ from autopar.ops.rule import RULES, Rule
 from autopar.ops.rules.labels import is_zero
 from autopar.ops.strategies import factors_of, strategies_of
 from autopar.testing.prove import instance, prove, prove_strategy
+from tests.support.captures import compiled
+from tests.support.models.layer import Layer
 from tests.support.op_instances import INSTANCES, built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,3 +225,15 @@ def test_a_rule_that_claims_too_much_is_caught(name: str, planted: Rule, word: s
     monkeypatch.setitem(RULES, node.target, lambda _: planted)
     failures = prove(node)
     assert failures and word in " ".join(failures)
+
+
+@pytest.mark.parametrize("dtype, labels", [(torch.int32, ("d0", "d1")), (torch.float64, ("d0", None)), (torch.int8, ("d0", None))])
+def test_bits_are_read_anew_of_neighbours_along_the_last_dim(dtype: torch.dtype, labels: tuple[str | None, ...]) -> None:
+    read = instance(torch.ops.aten.view.dtype, torch.empty(4, 6), dtype)
+    rule = rule_of(read)
+    assert rule is not None and rule.operands == rule.results == (labels,) and not rule.linear
+    held = torch.randn(8, 8)
+    model = Layer(lambda self, x: self.linear(x).square().mean() + held.view(dtype)[:, :4].double().tanh().mean().float())
+    x = torch.randn(8, 4)
+    parallel = compiled(model, {"dp": 2, "tp": 2}, (x,))
+    assert parallel.verify(x)
