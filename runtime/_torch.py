@@ -199,10 +199,16 @@ def lies_as(tensor: Any, parameter: torch.Tensor) -> bool:
 
 
 def share_contents(module: nn.Module, model: nn.Module) -> None:
-    """`module` gets the very dicts of `model`: each parameter, buffer, submodule and backward hook of one is the other's, now and later."""
+    """`module` gets the very dicts of `model`: each parameter, buffer, submodule, and hook of backward or of state dicts, of one is the
+    other's, now and later."""
     module._parameters, module._buffers, module._modules = model._parameters, model._buffers, model._modules
     module._non_persistent_buffers_set = model._non_persistent_buffers_set
     module._backward_hooks, module._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
+    module._state_dict_hooks, module._state_dict_pre_hooks = model._state_dict_hooks, model._state_dict_pre_hooks
+    module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks = (
+        model._load_state_dict_pre_hooks,
+        model._load_state_dict_post_hooks,
+    )
 
 
 def registered_names(module: nn.Module) -> set[str]:

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 from autopar.runtime.module.captures import CapturingModule
-from autopar.runtime.module.state import clip_grad_norm, full_state, random_state_of, sharded_state, with_random_state
+from autopar.runtime.module.state import clip_grad_norm, full_state, loads_whole_values, random_state_of, sharded_state, with_random_state
 
 
 class ModuleState(CapturingModule):
     """What optimizers, checkpoints and `autopar.runtime.verify` need of a parallel module."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's: DTensors on a real mesh. Seed and step travel in the dict's metadata, so that a plain model loads it too."""
-        state = super().state_dict(*args, **kwargs)
+        """As the model's, by its own `state_dict` and hooks: DTensors on a real mesh. Seed and step travel in the dict's metadata, so that
+        a plain model loads it too."""
+        state = self._model.state_dict(*args, **kwargs)
         if not self._world.is_virtual:
             for name in [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
                 del state[name]
@@ -25,16 +26,14 @@ class ModuleState(CapturingModule):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state with every parameter whole, on every rank. Collective: raises `InputError` on all where not all come to it."""
         self._world.meet("full_state_dict()", "which all ranks call, not rank 0 alone")
-        return with_random_state(
-            full_state(super().state_dict(keep_vars=True), self._world, dict(self._model.named_parameters())), self.seed, self.step
-        )
+        state = self._model.state_dict(keep_vars=True)
+        return with_random_state(full_state(state, self._world, dict(self._model.named_parameters())), self.seed, self.step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full or sharded values."""
-        current = super().state_dict(keep_vars=True)
-        result = super().load_state_dict(
-            sharded_state(state_dict, current, self._world, dict(self._model.named_parameters())), strict, assign
-        )
+        """Load full or sharded values, by the model's own `load_state_dict` and hooks."""
+        with loads_whole_values(self._model, self._world):
+            given = sharded_state(state_dict, self._model, self._world)
+            result = self._model.load_state_dict(given, strict, **({"assign": True} if assign else {}))
         self.seed, self.step = random_state_of(state_dict, self.seed, self.step)
         self._placed_anew = {name: each for name, each in self._placed_anew.items() if name not in state_dict}  # those have other values
         return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -41,22 +42,27 @@ def full_state(state: Any, world: World, parameters: Mapping[str, torch.Tensor])
         if id(value) in names and id(value) not in full:
             is_placed = world.is_virtual or isinstance(value, DTensor) or value.is_meta
             full[id(value)] = world.full(value, names[id(value)]) if is_placed else value.detach().clone()
-        fallback = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        result[key] = full.get(id(value), fallback)
+        result[key] = full[id(value)] if id(value) in full else _made_by_hooks(value)
     return result
 
 
-def sharded_state(
-    state: Mapping[str, Any], current: Mapping[str, Any], world: World, parameters: Mapping[str, torch.Tensor]
-) -> Mapping[str, Any]:
-    """`state`, a whole one or this rank's own, with each value in the form in which `current` (made with `keep_vars=True`) holds it."""
+def _made_by_hooks(value: Any) -> Any:
+    """What is no parameter, but a buffer, or what the model's hooks made of parameters."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().clone() if isinstance(whole, torch.Tensor) else whole
+
+
+def sharded_state(state: Mapping[str, Any], model: nn.Module, world: World) -> Mapping[str, Any]:
+    """`state`, a whole one or this rank's own, with each value in the form in which `model` holds it."""
     if not isinstance(world, DistributedWorld):
         return state
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    result = OrderedDict(state)
+    current = model.state_dict(keep_vars=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # The versions of modules' formats are in the metadata: without them each would take the state for one of its oldest format.
+    result: OrderedDict[str, Any] = with_metadata(OrderedDict(state), metadata_of(state))
     for key, value in state.items():
         target = current.get(key)
-        if isinstance(target, DTensor) and isinstance(value, torch.Tensor):
+        if isinstance(target, DTensor) and isinstance(value, torch.Tensor) and id(target) in names:
             result[key] = _sharded(value, target, world, names[id(target)])
     # What only another stage holds has no place here; of what is missing all ranks are to hear.
     elsewhere = {key: target for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta}
@@ -64,6 +70,31 @@ def sharded_state(
     is_own = elsewhere.keys().isdisjoint(state) and all(isinstance(each, DTensor) for each in held)
     result.update((key, target) for key, target in elsewhere.items() if is_own or key in state)
     return result
+
+
+@contextmanager
+def loads_whole_values(model: nn.Module, world: World) -> Generator[None]:
+    """Within it layers of `model` take whole values that their own hooks give other names, or make of others, which `sharded_state` cannot
+    foresee. Theirs run before."""
+    if not isinstance(world, DistributedWorld):
+        yield
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, target in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and isinstance(target, DTensor):
+                state[prefix + name] = _sharded(value, target, world, names[id(target)])
+            elif value is not None and target.is_meta:  # another stage's
+                state[prefix + name] = target
+
+    handles = [module.register_load_state_dict_pre_hook(shard) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def refuse_part_of_another(value: DTensor, name: str) -> None:

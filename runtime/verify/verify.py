@@ -28,6 +28,7 @@ from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.lengths import at_length
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
+from autopar.runtime.module.state import full_state
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.compare_values import Scales, difference_at
 from autopar.runtime.verify.copied_model import copy_model
@@ -85,9 +86,9 @@ def _padding_change(
 
 def whole_model(parallel: ModuleState) -> nn.Module:
     """A copy of the model with every parameter whole, on the CPU."""
-    full = parallel.full_state_dict()
     named = dict(parallel._model.named_parameters(remove_duplicate=False)) | dict(parallel._model.named_buffers(remove_duplicate=False))
-    return copy_model(parallel._model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
+    full = full_state(named, parallel._world, dict(parallel._model.named_parameters()))  # a state dict has what hooks make of it
+    return copy_model(parallel._model, {id(value): full[name].cpu() for name, value in named.items()}, promoted=False)
 
 
 def global_inputs(parallel: ModuleState, inputs: CallInputs, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
