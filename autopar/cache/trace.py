@@ -37,6 +37,7 @@ from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import autocast_off, casts_not_cached
 from autopar.graph.causal_biases import causal_biases_plain
 from autopar.graph.model_device import model_device
+from autopar.graph.synced_norms import norms_of_the_batch
 from autopar.ir.program import Program
 
 
@@ -80,7 +81,14 @@ def as_exported(model: nn.Module) -> Generator[Collection[str]]:
     before = num_hooks(model), numbers_of(model)
     with attributes_kept(model) as written, caches_kept_clean(), library_checks_asserted(), casts_not_cached(), fake_errors_quiet():
         try:
-            with asserts_assumed(), told_of_export(), fast_paths_off(), causal_biases_plain(model), _draws_refused():
+            with (
+                asserts_assumed(),
+                told_of_export(),
+                fast_paths_off(),
+                causal_biases_plain(model),
+                norms_of_the_batch(model),
+                _draws_refused(),
+            ):
                 yield written
         except NotKnown:
             raise

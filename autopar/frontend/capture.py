@@ -63,6 +63,7 @@ from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
 from autopar.graph.causal_biases import causal_biases_plain, refuse_biases
 from autopar.graph.late_code import code_written_late
 from autopar.graph.model_device import model_device
+from autopar.graph.synced_norms import norms_of_the_batch
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
 
@@ -132,7 +133,7 @@ def capture(
 @contextmanager
 def _as_graphs_hold_it(model: nn.Module) -> Generator[None]:
     """While this is entered, `model` runs as plain ops of torch's; afterwards it is as it was."""
-    with causal_biases_plain(model), attributes_kept(model), backward_hooks_apart(model):
+    with causal_biases_plain(model), norms_of_the_batch(model), attributes_kept(model), backward_hooks_apart(model):
         with library_checks_asserted(), casts_not_cached(), fast_paths_off():
             yield
 

@@ -19,6 +19,7 @@ from torch.fx import Interpreter, Node
 from autopar._torch import pytree
 from autopar.frontend.traced import as_traced
 from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.graph.synced_norms import norms_of_the_batch
 from autopar.ir.arguments import arguments, call_of, list_at
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
 from autopar.ir.instructions import Collective, Launch
@@ -109,7 +110,7 @@ def run_original(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, case: Case, training: bool
 ) -> Results:
     """`model` itself on the global batch, by autograd. It is changed: buffers are. `signature` is that of FORWARD."""
-    with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
+    with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]), norms_of_the_batch(model):
         leaves, _ = flatten(as_traced(lambda: model(*args, **kwargs)))
     outputs = {item.name: leaves[int(item.name)] for item in signature.outputs if item.kind in ("loss", "output")}
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
