@@ -203,12 +203,8 @@ def share_contents(module: nn.Module, model: nn.Module) -> None:
     other's, now and later."""
     module._parameters, module._buffers, module._modules = model._parameters, model._buffers, model._modules
     module._non_persistent_buffers_set = model._non_persistent_buffers_set
-    module._backward_hooks, module._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
-    module._state_dict_hooks, module._state_dict_pre_hooks = model._state_dict_hooks, model._state_dict_pre_hooks
-    module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks = (
-        model._load_state_dict_pre_hooks,
-        model._load_state_dict_post_hooks,
-    )
+    for kind in ("backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"):
+        vars(module)[f"_{kind}_hooks"] = vars(model)[f"_{kind}_hooks"]
 
 
 def registered_names(module: nn.Module) -> set[str]:

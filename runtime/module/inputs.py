@@ -17,6 +17,7 @@ from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.shares import UnequalShares
 from autopar.runtime._torch import flatten, has_values, is_fake_mode_active, unflatten
+from autopar.runtime.module.object_inputs import as_structure, holds_tensors
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class CallInputs:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one program serves, as far as inputs go."""
-        dims = () if self.dims is None else tuple(sorted(self.dims.items()))
-        return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves), *dims)
+        return (self.structure, *map(_leaf_key, self.leaves), *sorted((self.dims or {}).items()))
 
     def call(
         self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor
@@ -155,10 +155,9 @@ def _covers(given: str, name: str) -> bool:
 
 
 def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.device, *, is_virtual: bool) -> None:
-    """Raise `InputError` with every reason why these inputs cannot run: device, layout, an empty batch, gradients asked for.
+    """Raise `InputError` with every reason why these inputs cannot run: device, layout, an empty batch, gradients asked for, objects.
 
-    For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls. The share of a real rank may
-    be empty.
+    For virtual ranks what is on meta is planned with: see `check_values` for calls. The share of a real rank may be empty.
     """
     problems = []
     for index, name, tensor in inputs.tensors:
@@ -171,11 +170,12 @@ def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.devi
             problems.append(f"{name!r} is of layout {tensor.layout}, of which nothing is known that could be split: {mend}")
         if tensor.requires_grad and torch.is_grad_enabled():
             problems.append(
-                f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach(), or, "
-                "where what made it is trained as well, put both into one module"
+                f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach(), or, where what made it is "
+                "trained as well, put both into one module"
             )
         if index in dims and is_virtual and tensor.shape[dims[index]] == 0:
             problems.append(f"{name!r} has no samples (shape {list(tensor.shape)}): pass at least one")
+    problems += [as_structure(name, leaf) for name, leaf in zip(inputs.names, inputs.leaves, strict=True) if holds_tensors(leaf)]
     if problems:
         raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
 
@@ -196,8 +196,9 @@ def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) 
         )
     without = [name for _, name, tensor in inputs.tensors if not has_values(tensor)]
     if without:
-        names = ", ".join(map(repr, without))
-        raise InputError(f"on meta or fake, without values: {names}; a program can be planned with them, but not run: pass real tensors")
+        raise InputError(
+            f"on meta or fake, without values: {str(without)[1:-1]}; a program can be planned with such, not run: pass real tensors"
+        )
 
 
 # What is compared of the calls of ranks, besides shapes, in the order of `facts` of `agree_on_call`.
