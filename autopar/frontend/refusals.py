@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -216,7 +217,7 @@ def warn_of_globals(heard: Iterable[str]) -> None:
     """Globals that forward changes (a list of losses), by what `torch.export` says: the program does not change them."""
     found = [_GLOBAL.findall(text) for text in heard if "side effects happened" in text]
     own = [(module.replace("_dot_", "."), name) for places in found for module, name in places]
-    names = [f"{name or 'a variable'} of {module}" for module, name in own if not _is_of_library(module)]
+    names = [f"{name or 'a variable'} of {module}" for module, name in own if not _is_of_library(module, name)]
     if names:
         logger.warning(
             "forward changes globals, which a call of the captured program leaves as they are (and in which its capture may have left "
@@ -225,6 +226,8 @@ def warn_of_globals(heard: Iterable[str]) -> None:
         )
 
 
-def _is_of_library(module: str) -> bool:
-    """Libraries note what they like in their globals: who records outputs, what was warned of."""
-    return is_library(getattr(sys.modules.get(module), "__file__", None) or "")
+def _is_of_library(module: str, name: str) -> bool:
+    """Libraries note what they like in their globals: who records outputs, what was warned of. They may go by a name in the user's."""
+    place = sys.modules.get(module)
+    named = getattr(place, name, None)
+    return is_library(getattr(named if isinstance(named, ModuleType) else place, "__file__", None) or "")
