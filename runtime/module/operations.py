@@ -39,7 +39,7 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
         result = compute()
     except RuntimeError as error:
         if not (_CANNOT_WRITE in str(error) and _made_whole(op, args, kwargs)):
-            _say_what_to_do(name, error)
+            _say_what_to_do(name, args, error)
             raise
         result = compute()
     if name == "any":
@@ -65,6 +65,11 @@ _HOW_TO_MIX = (
     "(p.quantile(0.5, dim=0)) take p.full_tensor() first"
 )
 _HOW_TO_COPY = "state_dict() of a parallel module holds DTensors on processes; parallel.full_state_dict() is plain, on every rank"
+_HOW_TO_LOAD = (
+    "a layer's own load_state_dict, or that of a module around the parallel one, knows nothing of ranks: parallel.load_state_dict takes "
+    "whole values by the names in the model, of some alone with strict=False; of one parameter on every rank "
+    "p.copy_(distribute_tensor(x, p.device_mesh, p.placements)) of torch.distributed.tensor"
+)
 _HOW_TO_TAKE_WHOLE = (
     "autopar: torch does not compute this of a parameter or gradient that is split over ranks. Take the whole first, on every rank: "
     "p.full_tensor() is a plain tensor. What is made of it is written back by p.copy_(distribute_tensor(x, p.device_mesh, p.placements)) "
@@ -77,12 +82,12 @@ _NOTES = {
 }
 
 
-def _say_what_to_do(name: str, error: RuntimeError) -> None:
+def _say_what_to_do(name: str, args: tuple[Any, ...], error: RuntimeError) -> None:
     note = next((note for text, note in _NOTES.items() if text in str(error)), "")
     if note and note not in getattr(error, "__notes__", []):
         error.add_note(note)
     if note is _HOW_TO_MIX and name == "copy_":  # load_state_dict keeps of an error its arguments alone
-        error.args = (f"{error} ({_HOW_TO_COPY})",)
+        error.args = (f"{error} ({_HOW_TO_LOAD if isinstance(args[0], DTensor) else _HOW_TO_COPY})",)
 
 
 def _fill(written: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

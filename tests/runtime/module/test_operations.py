@@ -89,8 +89,9 @@ def test_an_error_about_a_plain_tensor_beside_a_split_one_says_what_to_do(gloo_r
         assert gap < 1e-12
 
 
-def loaded() -> tuple[str, bool]:
-    """What is said where a plain model loads what lies on ranks; and whether parameters are given back all at once."""
+def loaded() -> tuple[str, str, bool]:
+    """What is said where a plain model loads what lies on ranks, and a layer what is plain; and whether parameters are given back all at
+    once."""
     torch.manual_seed(0)
     mesh, x, said = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(2, 8, dtype=torch.float64), ""
     parallel = autopar.compile(TwoLayers(), mesh, backend="eager", zero=3, example_inputs=(x,))
@@ -98,16 +99,24 @@ def loaded() -> tuple[str, bool]:
         TwoLayers().load_state_dict(parallel.state_dict())
     except RuntimeError as error:
         said = str(error)
+    layer = next(parallel.children())
+    with pytest.raises(RuntimeError) as caught:
+        layer.load_state_dict({name: torch.zeros(each.shape) for name, each in layer.state_dict().items()})
     parameters = [each.data for each in parallel.parameters()]
     before = [each.clone() for each in parameters]
     torch._foreach_add_(parameters, 1.0)
     torch._foreach_copy_(parameters, before)
-    return said, all(torch.equal(each.full_tensor(), old.full_tensor()) for each, old in zip(parallel.parameters(), before, strict=True))
+    return (
+        said,
+        str(caught.value),
+        all(torch.equal(each.full_tensor(), old.full_tensor()) for each, old in zip(parallel.parameters(), before, strict=True)),
+    )
 
 
 def test_a_plain_model_is_told_of_plain_values_and_parameters_are_copied_all_at_once(gloo_ranks: Any) -> None:
-    for said, is_equal in gloo_ranks.run(loaded):
-        assert "parallel.full_state_dict() is plain" in said and is_equal
+    for of_plain, of_layer, is_equal in gloo_ranks.run(loaded):
+        assert "parallel.full_state_dict() is plain" in of_plain and is_equal
+        assert "parallel.load_state_dict takes whole values by the names in the model, of some alone with strict=False" in of_layer
 
 
 def zeroed() -> tuple[bool, bool]:
