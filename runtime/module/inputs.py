@@ -196,7 +196,7 @@ def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) 
         )
     without = [name for _, name, tensor in inputs.tensors if not has_values(tensor)]
     if without:
-        raise InputError(f"on meta or fake, without values: {str(without)[1:-1]}; a program can be planned with them, not run: pass others")
+        raise InputError(f"on meta or fake, without values: {str(without)[1:-1]}; such is planned with, but not run: pass real tensors")
 
 
 # What is compared of the calls of ranks, besides shapes, in the order of `facts` of `agree_on_call`.
