@@ -6,24 +6,26 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from autopar.ir.program import Program
 
 logger = logging.getLogger("autopar")
-_ADDRESSES = frozenset(
-    {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.dim_order, torch.Tensor.as_strided, torch.as_strided}
+_ADDRESSES = ("stride", "storage_offset", "dim_order", "as_strided")
+_COPIES = ("contiguous", "clone", "reshape")
+_NOTED = (
+    *((torch.Tensor, name) for name in (*_ADDRESSES, *_COPIES, "is_contiguous")),
+    (torch, "as_strided"),
+    (torch, "clone"),
+    (torch, "reshape"),
 )
-_COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.reshape, torch.reshape})
-_NOTED = _ADDRESSES | _COPIES | {torch.Tensor.is_contiguous}
 _NOT_FORWARD = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # By the flat index of an input the line of forward that asks.
 Asked = dict[int, str]
@@ -33,11 +35,13 @@ Asked = dict[int, str]
 def asked_layouts(leaves: Sequence[object]) -> Generator[Asked]:
     """Of which of these inputs, or views of them, it is asked while this is entered how they lie. Calls inside of torch's own do not count,
     nor does it if what lies otherwise is copied (`x if x.is_contiguous() else x.contiguous()`)."""
-    found: Asked = {}
     tensors = ((index, leaf) for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    with _Watched({StorageWeakRef(leaf.untyped_storage()): index for index, leaf in tensors}, found) as watched:
-        yield found
-    found |= {index: line for index, line in watched.whether.items() if index not in found}
+    watch = _Watch({StorageWeakRef(leaf.untyped_storage()): index for index, leaf in tensors})
+    with ExitStack() as patched:
+        for place, name in _NOTED:
+            patched.enter_context(mock.patch.object(place, name, watch.noting(name, getattr(place, name))))
+        yield watch.found
+    watch.found |= {index: line for index, line in watch.whether.items() if index not in watch.found}
 
 
 def asked_otherwise(asked: Asked, leaves: Sequence[object], run: Callable[[list[object]], object]) -> Asked:
@@ -59,36 +63,38 @@ def _lying_otherwise(leaf: torch.Tensor) -> torch.Tensor:
     return apart.permute(*reversed(range(leaf.ndim)))
 
 
-class _Watched(TorchFunctionMode):
-    def __init__(self, indices: dict[StorageWeakRef, int], found: Asked) -> None:
-        super().__init__()
-        self._indices, self._found = indices, found
+class _Watch:
+    """Notes calls of methods. A mode for functions would stand in the frames of all others, by which warnings name the user's line."""
+
+    def __init__(self, indices: dict[StorageWeakRef, int]) -> None:
+        self._indices = indices
+        self.found: Asked = {}
         self.whether: Asked = {}  # asked for nothing else than whether they are contiguous
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NOTED and args and isinstance(args[0], torch.Tensor) and (index := self._index(args[0])) is not None:
-            self._note(func, index, args[0])
-        return func(*args, **(kwargs or {}))
+    def noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], torch.Tensor):
+                self._note(name, args[0], sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _note(self, name: str, tensor: torch.Tensor, file: str, line: int) -> None:
+        index = None if file.startswith(_NOT_FORWARD) else self._index(tensor)
+        if index is None:
+            return
+        if name in _ADDRESSES:
+            self.found.setdefault(index, f"{file}:{line}")
+        elif name == "is_contiguous":
+            self.whether.setdefault(index, f"{file}:{line}")
+        elif not tensor.is_contiguous():
+            self.whether.pop(index, None)
 
     def _index(self, tensor: torch.Tensor) -> int | None:
         try:
             return self._indices.get(StorageWeakRef(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):  # a sparse one, or one inside a transform of torch.func
             return None
-
-    def _note(self, func: Any, index: int, tensor: torch.Tensor) -> None:
-        if func in _ADDRESSES:
-            self._found.setdefault(index, _line(sys._getframe(2)))
-        elif func is torch.Tensor.is_contiguous:
-            self.whether.setdefault(index, _line(sys._getframe(2)))
-        elif func in _COPIES and not tensor.is_contiguous():
-            self.whether.pop(index, None)
-
-
-def _line(frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_FORWARD):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def with_asked(program: Program, asked: Asked) -> Program:
