@@ -98,7 +98,9 @@ def test_a_teacher_moves(update: Update) -> None:
     assert "student.0.weight" in str(parallel.explain())
 
 
-@pytest.mark.parametrize("axes, options", [({"dp": 2}, {"zero": 3, "recompute": "full"}), ({"pp": 2}, {"num_microbatches": 4})])
+@pytest.mark.parametrize("axes, options", [
+    ({"dp": 2}, {"zero": 3, "recompute": "full"}), ({"pp": 2}, {"num_microbatches": 4}), ({"tp": 2}, {"num_microbatches": 4}),
+])  # fmt: skip
 def test_it_moves_beside_what_else_is_asked_for(axes: Mapping[str, int], options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Momentum().double()
