@@ -84,8 +84,15 @@ class _Resolver:
                 self.problems.append(f"{name!r} {_written(pin)}: {sharding}")
             else:
                 self.found[name] = PlannedInput(self.parameters[name], sharding)
-        if not names:
+        if not names and not self._is_of_written(pattern, pin):
             self._add_modules(pattern, pin)
+
+    def _is_of_written(self, pattern: str, pin: Sequence[DimPin]) -> bool:
+        """Whether `pattern` names parameters that forward writes, which lie whole whatever is pinned."""
+        names = [item.name for item in self.program.signature.inputs_of("buffer") if item.is_parameter and matches_name(item.name, pattern)]
+        if names and any(pin):
+            self.problems.append(f"{names[0]!r} {_written(pin)}: forward writes into it, and what forward writes lies whole on each rank")
+        return bool(names)
 
     def _add_modules(self, pattern: str, pin: Sequence[DimPin]) -> None:
         modules = [module for module in self.marked if matches_module(module, pattern)]

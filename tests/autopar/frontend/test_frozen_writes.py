@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import Mesh
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.frontend.capture import capture
 from tests.support.captures import compiled
 
@@ -185,3 +185,11 @@ class OfAnother(OldRead):
 def test_data_that_somebody_else_reads_are_refused(kind: type[OldRead]) -> None:
     with pytest.raises(CaptureError, match="gives a tensor other data.*and nothing else reads the old"):
         compiled(kind().double(), {"dp": 2}, (X,))
+
+
+def test_a_pin_cannot_split_it() -> None:
+    parallel = compiled(Momentum().double(), {"dp": 2, "tp": 2}, (X, Y), pins={"teacher.0.weight": (None, None)})
+    with pytest.raises(AutoparError, match="'teacher.0.weight' is written by forward, and lies whole on each rank"):
+        parallel.why("teacher.0.weight")
+    with pytest.raises(PlanError, match=r"'teacher.0.weight' \('tp', None\): forward writes into it, and .* lies whole on each rank"):
+        compiled(Momentum().double(), {"dp": 2, "tp": 2}, (X, Y), pins={"teacher.0.weight": ("tp", None)})
