@@ -13,11 +13,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.graph.emit import tensor_of
+from autopar.graph.overwrites import is_copy_told, sources_of, writers_of
+from autopar.ir.arguments import node_at
 from autopar.ir.program import Program
+from autopar.ir.source import source_of
 
 logger = logging.getLogger("autopar")
+aten = torch.ops.aten
 _ADDRESSES = ("stride", "storage_offset", "dim_order", "as_strided")
 _COPIES = ("contiguous", "clone", "reshape")
 _NOTED = (
@@ -27,6 +33,7 @@ _NOTED = (
     (torch, "reshape"),
 )
 _NOT_FORWARD = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_BY_LAYOUT = frozenset({aten.reshape.default, aten.reshape_as.default, aten.flatten.using_ints, aten.contiguous.default})
 # By the flat index of an input the line of forward that asks.
 Asked = dict[int, str]
 
@@ -56,6 +63,27 @@ def asked_otherwise(asked: Asked, leaves: Sequence[object], run: Callable[[list[
         logger.debug("which inputs forward asks how they lie is known for those that lie row by row: %s", error)
         return asked
     return {index: line for index, line in again.items() if index in asked}
+
+
+def written_by_layout(program: Program) -> Asked:
+    """By the inputs of a FORWARD program the lines where something is a view or a copy by how these lie, and forward writes into the one
+    and reads the other: `h.reshape(-1)[:2] = 0`, and `h` afterwards."""
+    batch = {node: int(item.name) for item, node in program.named_inputs() if item.kind == "batch"}
+    found: Asked = {}
+    for node in program.graph.nodes if writers_of(program.graph) else ():
+        if node.target in _BY_LAYOUT and not _is_always_a_view(node) and is_copy_told(node):
+            found |= {batch[each]: source_of(node).at for each in batch.keys() & sources_of([node]) if batch[each] not in found}
+    return found
+
+
+def _is_always_a_view(node: Node) -> bool:
+    if node.target is aten.contiguous.default:
+        return False
+    try:
+        _lying_otherwise(torch.empty(tensor_of(node_at(node, 0)).shape, device="meta")).view(tensor_of(node).shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _lying_otherwise(leaf: torch.Tensor) -> torch.Tensor:

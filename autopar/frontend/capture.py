@@ -31,7 +31,7 @@ from autopar.frontend._torch import (
     variables_traced,
 )
 from autopar.frontend._torch_export import operands_traced_as_they_are, regions_traced
-from autopar.frontend.asked_layouts import Asked, asked_layouts, asked_otherwise, with_asked
+from autopar.frontend.asked_layouts import Asked, asked_layouts, asked_otherwise, with_asked, written_by_layout
 from autopar.frontend.assigned_buffers import Assigned, assigned_buffers, assigned_value, assigned_written
 from autopar.frontend.attribute_reads import read_and_assigned
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of, others, tensors_of
@@ -124,7 +124,7 @@ def capture(
         program, assigned = _exported(model, args, kwargs, mesh, spec, kept, autocast)
     refuse_sparse(program, model)
     refuse_lost(program, assigned)
-    program = with_asked(_with_batch_dims(program, batch_dims), asked)
+    program = with_asked(_with_batch_dims(program, batch_dims), written_by_layout(program) | asked)
     if mesh.num_shares > 1 and program.signature.outputs_of("output"):
         program = _with_batch_dims_of_outputs(program, model, args, kwargs)
     return replace(program, written=tuple(sorted(written)))

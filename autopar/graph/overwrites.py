@@ -99,6 +99,24 @@ def is_written_after(reader: Node, value: Node) -> bool:
     return any(reader < writer and memory_of(written_by(writer)) is memory for writer in writers_of(reader.graph))
 
 
+def is_copy_told(node: Node) -> bool:
+    """Whether anybody can tell if `node` shows its operand or copies it: something behind it writes into the one, and something behind that
+    reads the other."""
+    memory, nodes = memory_of(node), node.graph.nodes
+    for writer in (each for each in writers_of(node.graph) if node < each):
+        for target in (each for each in all_written_by(writer) if memory_of(each) is memory):
+            read = (each for reader in nodes if writer < reader for each in reader.all_input_nodes if memory_of(each) is memory)
+            if any(_goes_back_to(node, each) != _goes_back_to(node, target) for each in read):
+                return True
+    return False
+
+
+def _goes_back_to(name: Node, value: Node) -> bool:
+    while value is not name and value.op == "call_function" and value.all_input_nodes and _shows(value):
+        value = written_by(value)
+    return value is name
+
+
 def overwritten(values: Iterable[Node], before: Node, writers: Sequence[Node], own: Iterable[Node] = ()) -> Node | None:
     """The first of `writers`, but for `own`, that may write into one of `values` between where it is made and `before`."""
     first: dict[Node, Node] = {}

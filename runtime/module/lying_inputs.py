@@ -17,9 +17,9 @@ def check_lying(inputs: CallInputs, signature: Signature, world: World) -> None:
         for index, name, tensor in inputs.tensors:
             if index in asked and not tensor.is_contiguous():
                 raise InputError(
-                    f"forward asks how {name!r} lies in memory, and it lies with strides {tensor.stride()}, shape {tuple(tensor.shape)}; "
-                    f"a program takes inputs row by row\n  where: {asked[index]}\n  how to mend it: pass {name}.contiguous(), or leave the "
-                    "question out of forward"
+                    f"what forward does goes by how {name!r} lies in memory, and it lies with strides {tensor.stride()}, shape "
+                    f"{tuple(tensor.shape)}; a program takes inputs row by row\n  where: {asked[index]}\n  how to mend it: pass "
+                    f"{name}.contiguous(), or leave the question out of forward (where it writes: say .clone(), or out of place)"
                 )
 
     if asked:
