@@ -139,7 +139,7 @@ class _Comparison:
         if read and all(ORIGIN[part] == node.name and part in CHUNK for part in read):
             yield from _joined(members, local)
             return
-        allowed = {part for operand in operands(node) for part in self._parts(operand)} | self._chosen_of(local)
+        allowed = {part for operand in operands(node) for part in self._parts(operand)}
         for part in read:
             if part not in allowed and part is not local:
                 expected = ", ".join(f"the part of %{ORIGIN[each]}" for each in allowed) or "nothing"
@@ -154,14 +154,6 @@ class _Comparison:
         elif launches:
             fix = "only reshards move data between ranks"
             yield Violation(f"{op_name(launches[0].target)} where the origin %{node.name} changes no sharding", at(launches[0]), fix=fix)
-
-    def _chosen_of(self, local: Node) -> set[Node]:
-        """The new and the old value of a buffer, where `local` is what a microbatch leaves of it: the new one in the first alone."""
-        if local.target is not aten.where.self:
-            return set()
-        written = {output.name for output, node in self.program.named_outputs() if output.kind == "buffer" and node is local}
-        old = {node for item, node in self.program.named_inputs() if item.kind == "buffer" and item.name in written}
-        return {node for node in local.all_input_nodes if node in old or ORIGIN.get(node) == ORIGIN[local]}
 
     def _parts(self, node: Node) -> set[Node]:
         """The LOCAL nodes that hold `node`; a call that does nothing locally is what it reads."""

@@ -9,7 +9,7 @@ unreduced over `mb` is summed when all microbatches have run. One that is reduce
                   takes its own estimate of it, as it would if it were the whole batch
 
 A buffer that changes goes from microbatch to microbatch. What is only added to one (a count) is the microbatch's own part, and exact. So is
-one of whose new value nothing depends on the batch: the first microbatch writes it (`written_once.py`).
+one of whose new value nothing depends on the batch: none finds what another left of it (`written_once.py`).
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class Output:
     `batch_dim` is the dim of the user's output that counts samples, None where that is not known; one that `is_whole` is known to have
     none, and every rank gets all of it. `shares` say how many samples along `batch_dim` each place along dp gets, where real ranks pass
     unequal shares of the batch: of each of its `views`, all samples one way and then all another (`cat([h, g])`).
+    Of a buffer that is written `is_once` a step all microbatches find the old value, and have the same new one.
     """
 
     kind: OutputKind
@@ -97,6 +98,7 @@ class Output:
     is_whole: bool = False
     shares: tuple[int, ...] = ()
     views: int = 1
+    is_once: bool = False
 
 
 @dataclass(frozen=True)

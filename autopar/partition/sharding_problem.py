@@ -20,7 +20,6 @@ from autopar.cost.model import CostModel, is_view
 from autopar.cost.reshard_prices import ReshardPrices
 from autopar.graph.gradient_sums import sums_in_other_dtypes
 from autopar.graph.microbatches import is_summed_later, known_ahead, summed_later
-from autopar.graph.written_once import written_once
 from autopar.ir.freedom import Freedom
 from autopar.ir.keys import BATCH, DIMS, DROPPED, PHASE, REPEATABLE
 from autopar.ir.markers import MARKERS, held, save
@@ -156,7 +155,6 @@ class _Builder:
     _ahead: frozenset[Node] = frozenset()
     _unwanted: frozenset[Node] = frozenset()
     _kept_whole: frozenset[Node] = frozenset()
-    _left_whole: frozenset[Node] = frozenset()
     _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
     _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
@@ -167,8 +165,6 @@ class _Builder:
         if self.program.mesh.num_microbatches > 1:
             self._ahead = known_ahead(self.program)
             self._results = frozenset(node for output, node in self.program.named_outputs() if output.kind == "gradient")
-            # Made whole, not gathered: who reads a part of it from before the gather would read what is not known to be written once.
-            self._left_whole = frozenset(each.new for each in written_once(self.program).values())
         self._unwanted = sums_in_other_dtypes(self.program)
         self._kept_whole = kept_whole(self.program)
         self.index = {node.name: number for number, node in enumerate(self._of_index)}
@@ -257,9 +253,9 @@ class _Builder:
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _add_call(self, node: Node) -> None:
-        is_whole, is_left_whole = node in self._kept_whole, node in self._left_whole
+        is_whole = node in self._kept_whole
         again = tuple(self._made_by(name).kind for name in REPEATABLE[node]) if node in REPEATABLE else None
-        kind = self._number(("call", signature_of(node), PHASE.get(node), is_whole, is_left_whole, node in DROPPED, again))
+        kind = self._number(("call", signature_of(node), PHASE.get(node), is_whole, node in DROPPED, again))
         if node.name in self.pinned:
             strategies, candidates = self._candidates(node, (self.pinned[node.name],))
         else:
@@ -268,8 +264,6 @@ class _Builder:
                 freedom = replace(freedom, shards_parameters=False) if is_whole else freedom
                 strategies = whole_axes(strategies_of(node, mesh, freedom), operand_dims(node), DIMS[node], mesh)
                 strategies = of_copies(strategies, self.program) if node.target is held else strategies
-                if is_left_whole:
-                    strategies = tuple(each for each in strategies if each.results[0].is_replicated) or strategies
                 self._priced[kind] = self._candidates(node, strategies)
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))

@@ -111,7 +111,8 @@ class BufferNames:
     def carried_buffers(self) -> dict[str, str]:
         """The buffers of the model that each microbatch finds as the one before left them, with where that is."""
         inputs = {item.name: node.name for item, node in self._program.named_inputs() if item.kind == "buffer"}
-        return {inputs[item.name]: buffer_of(node) for item, node in self._program.named_outputs() if item.kind == "buffer"}
+        changed = ((item, node) for item, node in self._program.named_outputs() if item.kind == "buffer" and not item.is_once)
+        return {inputs[item.name]: buffer_of(node) for item, node in changed}
 
 
 def renamed(instructions: Iterable[Instruction], rename: Rename) -> list[Instruction]:

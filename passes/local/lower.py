@@ -9,11 +9,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.graph.emit import copy_origin
-from autopar.graph.written_once import written_once
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, reshard, wait
 from autopar.ir.keys import COPY, DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.ir.markers import MARKERS
-from autopar.ir.mesh import MICROBATCHES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Program, operands
 from autopar.ir.reshard import ReshardStep, steps
 from autopar.ir.sharding import Dims, flat
@@ -96,8 +95,6 @@ class _Lowering:
             ORIGIN[local], DIMS[local], SHARDING[local] = node.name, DIMS[node], SHARDING[node]
 
     def finish(self) -> Program:
-        if self.program.mesh.num_microbatches > 1 and written_once(self.program):
-            self.builder.coordinate((MICROBATCHES,))  # the first of them is told from the others, once they are separated
         self.graph.output(tuple(self.local[node] for node in self.program.results))
         coordinates = tuple(
             Input("coordinate", ",".join(axes), (), torch.int64, dims=(), sharding=None) for axes in self.builder.coordinates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +24,7 @@ from autopar.graph.microbatches import (
     mixing_launches,
     summed_later,
 )
-from autopar.graph.written_once import Written, written_once
+from autopar.graph.written_once import written_once
 from autopar.ir.collectives import all_reduce, wait
 from autopar.ir.keys import DIMS, ORIGIN, SHARDING, SOURCE
 from autopar.ir.mesh import MICROBATCHES
@@ -69,7 +69,7 @@ class SeparateMicrobatches:
         once = written_once(program) if is_exact else {}
         for node in launches:
             _separate(node, program, number, added, node in mixed)
-        return self._averaged(_written_by_the_first(program, once), number)
+        return self._averaged(_marked_once(program, once), number)
 
     def _averaged(self, program: Program, number: int) -> Program:
         """Losses and gradients that all microbatches have alike become sums of equal parts."""
@@ -87,18 +87,10 @@ class SeparateMicrobatches:
         return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
 
 
-def _written_by_the_first(program: Program, once: Mapping[str, Written]) -> Program:
-    """Microbatches after the first leave the buffers `once` as they find them."""
-    if not once:
-        return program
-    coordinate = next(node for item, node in program.named_inputs() if (item.kind, item.name) == ("coordinate", MICROBATCHES))
-    for each in {each.new: each for each in once.values()}.values():
-        emit = Emitter(program.graph, each.new.next, like=each.new)
-        is_first = emit.call(aten.eq.Scalar, coordinate, 0)
-        written = emit.call(aten.where.self, is_first, each.new, each.old)
-        each.new.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
-        ORIGIN[written], DIMS[written], SHARDING[written] = ORIGIN[each.new], DIMS[each.new], SHARDING[each.new]
-    return program
+def _marked_once(program: Program, once: Collection[str]) -> Program:
+    """With the buffers `once`, which microbatches do not hand on, marked."""
+    outputs = (replace(output, is_once=output.kind == "buffer" and output.name in once) for output in program.signature.outputs)
+    return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
 
 
 def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:

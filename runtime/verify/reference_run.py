@@ -274,7 +274,7 @@ def run_separated(program: Program, case: Case, observe: Observer = lambda node,
     for _ in range(number - 1 if _reads_what_it_is_handed(program) else 0):
         held = _run_places(program, case, lambda node, values: None, handed)
         before = handed
-        new = {each.item.name: each.parts for each in held if each.item.kind == "buffer"}
+        new = {each.item.name: each.parts for each in held if each.item.kind == "buffer" and not each.item.is_once}
         handed = {name: [parts[max(place - 1, 0)] for place in range(program.mesh.size)] for name, parts in new.items()}
         if before and all(torch.equal(one, two) for name in handed for one, two in zip(handed[name], before[name], strict=True)):
             break
@@ -283,7 +283,7 @@ def run_separated(program: Program, case: Case, observe: Observer = lambda node,
 
 def _reads_what_it_is_handed(program: Program) -> bool:
     """Whether anything but buffers is made of the buffers that change."""
-    changed = {item.name for item in program.signature.outputs_of("buffer")}
+    changed = {item.name for item in program.signature.outputs_of("buffer") if not item.is_once}
     reached = {node for item, node in program.named_inputs() if item.kind == "buffer" and item.name in changed}
     for node in program.graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
