@@ -81,7 +81,7 @@ class PlaceStages:
             if not _train_all(placement, found.training, program.order.stages):
                 training = place_training(found.line, devices, live, found.training)
                 if training is None:
-                    logger.warning(
+                    logger.debug(
                         "no cut leaves each rank of the pipeline something to train, and an optimizer of nothing raises: use fewer stages"
                     )
                 else:
