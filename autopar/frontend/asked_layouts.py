@@ -88,7 +88,7 @@ def _is_always_a_view(node: Node) -> bool:
 
 def _lying_otherwise(leaf: torch.Tensor) -> torch.Tensor:
     apart = leaf.new_empty([*reversed(leaf.shape), 2])[..., 0]
-    return apart.permute(*reversed(range(leaf.ndim)))
+    return apart.permute([*reversed(range(leaf.ndim))])
 
 
 class _Watch:

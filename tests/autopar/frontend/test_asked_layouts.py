@@ -98,3 +98,18 @@ def written_in_parts(x: Tensor, linear: nn.Module) -> Tensor:
 def test_where_it_makes_no_difference_any_layout_is_taken(ask: Asking) -> None:
     check(ask, torch.randn(4, 8), torch.randn(8, 4).t(), torch.randn(4, 16)[:, ::2])
     check(ask, torch.randn(8, 4).t(), torch.randn(4, 8))
+
+
+def test_a_number_is_reshaped_beside_writes() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.linear(x).square().mean() + x.sum().reshape(1).flatten().mean()
+
+    x = torch.randn(4, 8)
+    assert autopar.compile(Counts(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager").verify(x)
