@@ -121,7 +121,7 @@ class _Watch:
     def _index(self, tensor: torch.Tensor) -> int | None:
         try:
             return self._indices.get(StorageWeakRef(tensor.untyped_storage()))
-        except (NotImplementedError, RuntimeError):  # a sparse one, or one inside a transform of torch.func
+        except RuntimeError:  # a sparse one, or one inside a transform of torch.func: there is no storage to know it by
             return None
 
 

@@ -48,8 +48,7 @@ def assigned_written(program: Program, model: nn.Module, assigned: Assigned) -> 
     Reads: `val`. Returns the program, and `assigned` with the reasons that its graph gives. Ensures: there are no such outputs.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    held = (pair for pair in program.named_inputs() if pair[0].kind == "buffer" and not pair[0].is_parameter)
-    inputs = {id(buffers[item.name]): node for item, node in held}
+    inputs = {id(buffers[item.name]): node for item, node in program.named_inputs() if item.kind == "buffer" and item.name in buffers}
     pairs = list(program.named_outputs())
     values = {item.name: node for item, node in pairs if item.kind == "buffer"}
     kept = [(item, node) for item, node in pairs if item.kind != "buffer"]

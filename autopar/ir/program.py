@@ -81,7 +81,7 @@ class Output:
     `batch_dim` is the dim of the user's output that counts samples, None where that is not known; one that `is_whole` is known to have
     none, and every rank gets all of it. `shares` say how many samples along `batch_dim` each place along dp gets, where real ranks pass
     unequal shares of the batch: of each of its `views`, all samples one way and then all another (`cat([h, g])`).
-    Of a buffer that is written `is_once` a step all microbatches find the old value, and have the same new one.
+    Where it `is_once`, a buffer is written once a step: all microbatches find the old value, and have the same new one.
     """
 
     kind: OutputKind
@@ -114,6 +114,11 @@ class Signature:
     leaves: tuple[Any, ...] = ()
     checks: tuple[str, ...] = ()
     guessed: tuple[str, ...] = ()
+
+    @property
+    def written_parameters(self) -> tuple[Input, ...]:
+        """The buffers that are parameters: none trains, and forward writes them."""
+        return tuple(item for item in self.inputs if item.is_parameter)
 
     def inputs_of(self, kind: InputKind) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)

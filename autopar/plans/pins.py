@@ -89,7 +89,7 @@ class _Resolver:
 
     def _is_of_written(self, pattern: str, pin: Sequence[DimPin]) -> bool:
         """Whether `pattern` names parameters that forward writes, which lie whole whatever is pinned."""
-        names = [item.name for item in self.program.signature.inputs_of("buffer") if item.is_parameter and matches_name(item.name, pattern)]
+        names = [item.name for item in self.program.signature.written_parameters if matches_name(item.name, pattern)]
         if names and any(pin):
             self.problems.append(f"{names[0]!r} {_written(pin)}: forward writes into it, and what forward writes lies whole on each rank")
         return bool(names)

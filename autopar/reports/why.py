@@ -42,7 +42,7 @@ def why(compiled: Compiled, pattern: str) -> str:
     """
     program, cost = compiled.program, cost_of(compiled)
     found = [*_parameters(compiled, pattern, cost), *_calls(compiled, pattern, cost)]
-    written = [item.name for item in program.signature.inputs_of("buffer") if item.is_parameter and is_meant(item.name, pattern)]
+    written = [item.name for item in program.signature.written_parameters if is_meant(item.name, pattern)]
     if not found and written:
         raise AutoparError(f"{written[0]!r} is written by forward, and lies whole on each rank: nothing was decided for it")
     if not found:

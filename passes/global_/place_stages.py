@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,8 +25,6 @@ from autopar.plans.decisions import StageDecision
 from autopar.plans.json import Json
 from autopar.plans.keys import cut_keys
 from autopar.plans.plan import Plan
-
-logger = logging.getLogger("autopar")
 
 
 class WrittenStages(TypedDict):
@@ -80,12 +77,7 @@ class PlaceStages:
                 placement = place(found.line, devices, live)
             if not _train_all(placement, found.training, program.order.stages):
                 training = place_training(found.line, devices, live, found.training)
-                if training is None:
-                    logger.debug(
-                        "no cut leaves each rank of the pipeline something to train, and an optimizer of nothing raises: use fewer stages"
-                    )
-                else:
-                    placement, reason = training, "so that an optimizer can be made on each rank"
+                placement, reason = (placement, "") if training is None else (training, "so that an optimizer can be made on each rank")
         stages = found.forward_stages(placement.stage_of)
         cuts = tuple(found.nodes[start][0].name for start in placement.starts[1:])
         others = partial(placed_at, found.line, devices, live)

@@ -56,7 +56,7 @@ def all_placements(model: nn.Module, signature: Signature, mesh: Mesh) -> dict[s
 
 def written_whole(placements: Mapping[str, Placement], signature: Signature) -> dict[str, Placement]:
     """Those of `placements` that are of parameters which forward writes, as later calls are to know them; they lie whole."""
-    written = ((item.name, placements[item.name]) for item in signature.inputs_of("buffer") if item.is_parameter)
+    written = ((item.name, placements[item.name]) for item in signature.written_parameters)
     return {name: replace(each, is_written=True) for name, each in written if each.sharding.is_replicated}
 
 
@@ -111,9 +111,9 @@ def check_placements(
         if name in first and not same_placement(first[name], placement):
             was, wanted = (each.sharding.describe(each.dims) for each in (first[name], placement))
             raise PlanError(f"parameter {name!r} lies as {was} since the first capture; this call was compiled for {wanted}")
-    for item in signature.inputs_of("buffer"):
+    for item in signature.written_parameters:
         lies = first.get(item.name)
-        if item.is_parameter and lies is not None and (not lies.sharding.is_replicated or lies.stages):
+        if lies is not None and (not lies.sharding.is_replicated or lies.stages):
             raise PlanError(
                 f"parameter {item.name!r}, into which forward writes, lies {lies.sharding.describe(lies.dims)} since the first call, which "
                 "only read it; what forward writes lies whole on all ranks: let the first call (or example_inputs) be one that writes it, "

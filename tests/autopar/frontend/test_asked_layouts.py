@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from tests.support.models.layer import Layer
 
 Asking = Callable[[Tensor, nn.Module], Tensor]
 
@@ -101,15 +102,6 @@ def test_where_it_makes_no_difference_any_layout_is_taken(ask: Asking) -> None:
 
 
 def test_a_number_is_reshaped_beside_writes() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.linear(x).square().mean() + x.sum().reshape(1).flatten().mean()
-
-    x = torch.randn(4, 8)
-    assert autopar.compile(Counts(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager").verify(x)
+    x = torch.randn(8, 4)
+    model = Layer(lambda self, x: self.linear(x).add_(1).square().mean() + x.sum().reshape(1).flatten().mean())
+    assert autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager").verify(x)
