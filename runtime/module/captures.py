@@ -38,12 +38,12 @@ from autopar.runtime.execute.world import World
 from autopar.runtime.module.backwards import Backwards
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.host_allocator import FreedMemory
+from autopar.runtime.module.input_values import check_values
 from autopar.runtime.module.inputs import (
     CallInputs,
     agree_on_call,
     batch_dims_of,
     check_inputs,
-    check_values,
     checksum,
     global_call,
     shares_to_pad,
@@ -258,7 +258,8 @@ class CapturingModule(NamesOfModel):
         except Exception as caught:  # whatever it is, the peers must hear of it
             error = caught
         try:
-            problem, backwards = str(error) if isinstance(error, AutoparError) else repr(error), self._backwards
+            problem = str(error) if isinstance(error, AutoparError) else repr(error)
+            backwards = self._backwards
             counts = (self.seed, self.step, (backwards.number, backwards.num_calls), sorted(self._placed_anew.items()))
             told = (inputs.kinds, *key[1:], *self._trainer.told, *counts) if key else ()
             is_equal = partial(self._world.is_equal, place=f"a call ({backwards.place})")
@@ -360,7 +361,8 @@ class CapturingModule(NamesOfModel):
         step_by_parts(placed, world, self._trainer, {name: weakref.ref(each) for name, each in before.items()})
 
     def _announce(self, inputs: CallInputs) -> None:
-        if (number := len(self._captures) + 1) == 1:
+        number = len(self._captures) + 1
+        if number == 1:
             return
         shapes = ", ".join(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, name, tensor in inputs.tensors)
         changed = f"; the model changed: {changes}" if (changes := self._guard.changes()) else ""

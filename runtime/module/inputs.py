@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from autopar.driver.options import BatchDims, BatchOfFirst
-from autopar.errors import InputError, MeshError
+from autopar.errors import InputError
 from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.shares import UnequalShares
-from autopar.runtime._torch import flatten, has_values, is_fake_mode_active, unflatten
+from autopar.runtime._torch import flatten, unflatten
 from autopar.runtime.module.object_inputs import as_structure, holds_tensors
 
 
@@ -73,7 +73,8 @@ class CallInputs:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one program serves, as far as inputs go."""
-        return (self.structure, *map(_leaf_key, self.leaves), *sorted((self.dims or {}).items()))
+        dims = () if self.dims is None else tuple(sorted(self.dims.items()))
+        return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves), *dims)
 
     def call(
         self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor
@@ -157,7 +158,7 @@ def _covers(given: str, name: str) -> bool:
 def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.device, *, is_virtual: bool) -> None:
     """Raise `InputError` with every reason why these inputs cannot run: device, layout, an empty batch, gradients asked for, objects.
 
-    For virtual ranks what is on meta is planned with: see `check_values` for calls. The share of a real rank may be empty.
+    For virtual ranks what is on meta is planned with: see `input_values.py` for calls. The share of a real rank may be empty.
     """
     problems = []
     for index, name, tensor in inputs.tensors:
@@ -178,25 +179,6 @@ def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.devi
     problems += [as_structure(name, leaf) for name, leaf in zip(inputs.names, inputs.leaves, strict=True) if holds_tensors(leaf)]
     if problems:
         raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
-
-
-def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise for a call that has no values to compute with: it can be planned, but not run.
-
-    `named` are the model's parameters and buffers; like the inputs they may be on meta or fake, or the caller in a fake mode.
-    """
-    if is_fake_mode_active():
-        raise MeshError("the call stands in a FakeTensorMode, where nothing has values: compile and explain there, but call outside of it")
-    without = [name for name, tensor in named if not has_values(tensor)]
-    if without:
-        raise MeshError(
-            f"{len(without)} parameters and buffers are on meta or fake, the first is {without[0]!r}: without values the program can be "
-            'planned, explained and printed, but not run. Give them values, model.to_empty(device="cpu") and then load_state_dict '
-            "(which ties no weights), and call again; or keep the plan, parallel.plan.save(path), for where the model has values"
-        )
-    without = [name for _, name, tensor in inputs.tensors if not has_values(tensor)]
-    if without:
-        raise InputError(f"on meta or fake, without values: {str(without)[1:-1]}; such is planned with, but not run: pass real tensors")
 
 
 # What is compared of the calls of ranks, besides shapes, in the order of `facts` of `agree_on_call`.
