@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import CaptureError
 from autopar.graph.emit import tensor_of
-from autopar.graph.overwrites import SHOWS_OR_COPIES, is_last_reader, is_written_after
+from autopar.graph.overwrites import SHOWS_OR_COPIES, is_copy_told, is_written_after
 from autopar.ir.arguments import all_named, node_at
 from autopar.ir.source import source_of
 
@@ -54,7 +54,7 @@ class Lying:
         """Whether `node`, a view that its operand's memory does not allow, copies from now on."""
         if node not in self._traced or node.target not in _COPYING:
             return False
-        if _matters(node):
+        if is_copy_told(node):
             raise _lost(node)
         node.target = _COPYING[node.target]
         return True
@@ -68,7 +68,7 @@ class Lying:
         if [each.dtype for each in ours] != [each.dtype for each in traced]:  # of an autocast
             return False
         shows, showed = _memory(ours[0]) == _memory(ours[1]), _memory(traced[0]) == _memory(traced[1])
-        if shows == showed or not _matters(node):
+        if shows == showed or not is_copy_told(node):
             return False
         if showed:
             raise _lost(node)
@@ -104,11 +104,6 @@ class Lying:
         flat = self._call(node, aten.reshape.default, (by_memory, [-1]), {})
         offset = addressed.storage_offset() if named["storage_offset"] is None else named["storage_offset"]
         node.args, node.kwargs = (flat, named["size"], named["stride"], offset), {}
-
-
-def _matters(node: Node) -> bool:
-    """Whether it is seen if `node` copies or shows what is its operand's: something writes there, and somebody else reads."""
-    return is_written_after(node, node) and not is_last_reader(node, node_at(node, 0))
 
 
 def _memory(value: torch.Tensor) -> int:

@@ -101,12 +101,12 @@ def is_written_after(reader: Node, value: Node) -> bool:
 
 def is_copy_told(node: Node) -> bool:
     """Whether anybody can tell if `node` shows its operand or copies it: something behind it writes into the one, and something behind that
-    reads the other."""
+    reads the other, as the next call does of what the model holds."""
     memory, nodes = memory_of(node), node.graph.nodes
     for writer in (each for each in writers_of(node.graph) if node < each):
         for target in (each for each in all_written_by(writer) if memory_of(each) is memory):
             read = (each for reader in nodes if writer < reader for each in reader.all_input_nodes if memory_of(each) is memory)
-            if any(_goes_back_to(node, each) != _goes_back_to(node, target) for each in read):
+            if memory.op == "placeholder" or any(_goes_back_to(node, each) != _goes_back_to(node, target) for each in read):
                 return True
     return False
 
