@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from autopar.errors import ScheduleError
-from autopar.ir.instructions import Channel, Instruction, Launch, Memory, Receive, Send
+from autopar.ir.instructions import Add, Channel, Free, Instruction, Launch, Memory, Receive, Run, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
 
@@ -120,6 +120,11 @@ class Schedule:
     def channels(self, mesh: Mesh, rank: int) -> frozenset[Channel]:
         """The channels that `rank` uses when it runs this. Raises `ScheduleError` for a peer that is not on `mesh`."""
         return frozenset(each.channel(mesh, rank) for each in self.instructions if isinstance(each, (Send, Receive)))
+
+    @cached_property
+    def num_alone(self) -> int:
+        """How many instructions come before the first that another rank, the caller, the optimizer or memory beside the device hears of."""
+        return next((at for at, each in enumerate(self.instructions) if not isinstance(each, (Run, Add, Free))), len(self.instructions))
 
     @cached_property
     def fed(self) -> Mapping[tuple[str, str], tuple[str, ...]]:

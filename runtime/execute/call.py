@@ -24,6 +24,7 @@ from autopar.runtime.execute.places import Places, ResultPlace
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Parts, RankParts, World, local_of
 from autopar.runtime.module.placement import widened
+from autopar.runtime.module.tangents import is_known
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.offload.stored import lying
 
@@ -73,9 +74,11 @@ class Call:
                 state.copier = copier_of(world, device, compiled.offload.folder)
         # Entered around each half while ranks run.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        # Called before a backward of the user's, where all ranks are to be at it, with its tangents, and once it has run.
-        self.before_backward: Callable[[Mapping[str, torch.Tensor | None]], None] = lambda tangents: None
+        # Called before a backward of the user's, where all ranks are to be at it, with its tangents, and once it has run. The first says
+        # whether those of one element, on the host, are equal on all ranks.
+        self.before_backward: Callable[[Mapping[str, torch.Tensor | None]], bool] = lambda tangents: False
         self.after_backward: Callable[[], None] = lambda: None
+        self._is_begun = False
         if world.recorder is not None:
             for rank, state in self.states.items():
                 state.record = world.recorder.call(self.schedules[rank])
@@ -99,11 +102,17 @@ class Call:
         """Results through which no gradient comes back, although the model would let one."""
         return tuple(item for item in self.results if item.is_detached)
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Run what comes before the first instruction that anybody else hears of: a call that ends there never was."""
+        self._fill_for_forward()
+        self._run(is_alone=True)
+        self._is_begun = True
+
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back. Raises `ValueCheckError`."""
-        self._fill_parameters()
-        others = [item for item in self.signature.inputs if item.kind != "parameter"]
-        self._fill([item for item in others if item.kind != "tangent" or self.is_over_at_pause])
+        if not self._is_begun:
+            self._fill_for_forward()
         self._run()
         self._check_values()
         for item in self.signature.outputs_of("buffer"):
@@ -148,14 +157,18 @@ class Call:
         if failed:
             raise ValueCheckError("\n".join(f"{text}\n  violated by {count} values" if count > 1 else text for text, count in failed))
 
-    def backward(self, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result.
+    def backward(self, tangents: Mapping[str, torch.Tensor | None], are_equal: bool = False) -> dict[str, torch.Tensor]:
+        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result; `are_equal`
+        where it is known that those of one element, on the host, are the same on all ranks.
 
         A parameter that gradients reach only through results without a tangent has none.
         """
         reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
         wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
-        given = {item.name: self.world.parts(wholes[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
+        given = {
+            item.name: self.world.tangent_parts(wholes[item.name], item, self.mesh, are_equal and is_known(wholes[item.name]))
+            for item in self.signature.inputs_of("tangent")
+        }
         if not self.is_over_at_pause:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
@@ -215,10 +228,11 @@ class Call:
     def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
         return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]
 
-    def _run(self) -> None:
+    def _run(self, is_alone: bool = False) -> None:
+        """To PAUSE or the end, or as far as this rank `is_alone`."""
         kind = self._device.type
         executions = [
-            execute(self.schedules[rank], state, self._fragments, transport)
+            execute(self.schedules[rank], state, self._fragments, transport, self.schedules[rank].num_alone if is_alone else None)
             for (rank, state), transport in zip(self.states.items(), self.transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
@@ -229,6 +243,11 @@ class Call:
                 if self.world.recorder is not None:
                     self.world.recorder.failed(error)
                 raise
+
+    def _fill_for_forward(self) -> None:
+        self._fill_parameters()
+        others = [item for item in self.signature.inputs if item.kind != "parameter"]
+        self._fill([item for item in others if item.kind != "tangent" or self.is_over_at_pause])
 
     def _fill(self, items: Sequence[Input]) -> None:
         for item in items:

@@ -157,8 +157,21 @@ class DistributedWorld:
     def is_equal(self, number: int, what: str, place: str = "") -> bool:
         return self.groups.is_equal(number, what, place)
 
-    def meet(self, what: str, place: str) -> None:
-        self.groups.maxima([], f"{what} of module {self.groups.number}", f"{what} ({place})")
+    def expect_equal(self, number: int, what: str, place: str = "") -> None:
+        self.groups.expect_equal(number, what, place)
+
+    @property
+    def is_expecting(self) -> bool:
+        return self.groups.is_expecting
+
+    def hear(self) -> None:
+        self.groups.hear()
+
+    def give_up(self) -> None:
+        self.groups.give_up()
+
+    def meet(self, what: str, place: str, number: int = 0) -> bool:
+        return self.groups.is_equal(number, f"{what} of module {self.groups.number}", f"{what} ({place})")
 
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
@@ -196,12 +209,15 @@ class DistributedWorld:
             value = joined(value, item, partial(self._gathered_along, ranks.parts("dp"), ranks))
         elif item.kind in ("batch", "tangent"):
             placement = _within_share(placement)
-        if item.kind == "tangent":
-            # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
-            value = value if item.shares else self._summed(value, _dp_axes_beside(item, ranks), ranks)
-            value = value / ranks.num_shares
         value = item.entering(value)
         return {place: local_shard(value, placement.dims, placement.sharding, mesh, place) for place in self._places(mesh)}
+
+    def tangent_parts(self, value: torch.Tensor, item: Input, mesh: Mesh, is_equal: bool) -> Parts:
+        # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
+        axes, ranks = _dp_axes_beside(item, mesh.ranks), mesh.ranks
+        if is_equal and not item.shares:
+            return self.parts(value * (ranks.size_of(axes) / ranks.num_shares), item, mesh)
+        return self.parts((value if item.shares else self._summed(value, axes, ranks)) / ranks.num_shares, item, mesh)
 
     def _gathered_along(self, axes: tuple[str, ...], mesh: Mesh, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What each rank along `axes` has, in order. Collective."""

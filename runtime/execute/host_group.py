@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,23 +30,75 @@ class ApartError(Exception):
         self.places = places
 
 
-class HostGroup(NamedTuple):
-    """`group` takes tensors on `device`. Methods are collective, and raise `ApartError` on all ranks."""
+class UnequalError(Exception):
+    """Ranks were expected to have one number, and have several."""
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    """A message under way, that brings the largest of each of so many numbers; `place` is where this rank is."""
+
+    message: torch.Tensor
+    work: Any
+    number: int
+    what: str
+    place: str
+
+
+@dataclass
+class HostGroup:
+    """`group` takes tensors on `device`. Methods are collective, and raise `ApartError` on all ranks.
+
+    One message at most is under way: whoever speaks has heard it before.
+    """
 
     group: dist.ProcessGroup
     device: torch.device
+    _expected: _Spoken | None = None
+    _is_given_up: bool = False
+
+    @property
+    def expected(self) -> str:
+        """What the message under way is about; "" where none is."""
+        return "" if self._expected is None else self._expected.what
 
     def maxima(self, numbers: Sequence[int], what: str, place: str = "") -> list[int]:
         """Of each number the largest that a rank has, of ranks that all speak of `what`. `place` says more of it in the error."""
+        self.hear()
+        return self._heard(self._spoken(numbers, what, place))
+
+    def expect(self, number: int, what: str, place: str = "") -> None:
+        """Go on as if every rank had this `number`. `hear` raises where one has not; so does whatever is said next."""
+        self.hear()
+        self._expected, self._is_given_up = self._spoken([number, -number], what, place), False
+
+    def hear(self) -> None:
+        """Wait until it is known that all is as expected. Raises `UnequalError` on all ranks where it is not."""
+        expected, self._expected = self._expected, None
+        if expected is None:
+            return
+        most, least = self._heard(expected)
+        if most != -least and not self._is_given_up:
+            raise UnequalError
+
+    def give_up(self) -> None:
+        """What was expected does not matter any more: it is heard, since others tell it, and no error."""
+        self._is_given_up = True
+
+    def _spoken(self, numbers: Sequence[int], what: str, place: str) -> _Spoken:
         key = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7])
         told = [key, -key, *numbers]
         assert len(told) <= _NUMBERS, told
         message = torch.tensor(told + [0] * (_NUMBERS - len(told)), dtype=torch.int64, device=self.device)
-        dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
-        most, least, *largest = message.tolist()
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return _Spoken(message, work, len(numbers), what, place or what)
+
+    def _heard(self, spoken: _Spoken) -> list[int]:
+        spoken.work.wait()
+        most, least, *largest = spoken.message.tolist()
         if most != -least:
-            raise ApartError([each.rstrip(b"\0").decode(errors="ignore") for each in self._all((place or what).encode()[:_TEXT], _TEXT)])
-        return largest[: len(numbers)]
+            raise ApartError([each.rstrip(b"\0").decode(errors="ignore") for each in self._all(spoken.place.encode()[:_TEXT], _TEXT)])
+        return largest[: spoken.number]
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, any picklable object."""

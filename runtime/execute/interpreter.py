@@ -74,15 +74,15 @@ class Blocked:
 Execution = Generator[Blocked, None, None]
 
 
-def execute(schedule: Schedule, state: RankState, fragments: CompiledFragments, transport: Transport) -> Execution:
-    """Run `schedule` from `state.position` up to and including the next PAUSE, or to the end.
+def execute(schedule: Schedule, state: RankState, fragments: CompiledFragments, transport: Transport, end: int | None = None) -> Execution:
+    """Run `schedule` from `state.position` up to and including the next PAUSE, or to the `end`, which is that of all where none is given.
 
     Yields a `Blocked` where a collective or transfer is not complete yet. Call it with grad mode off. Ranks may run
     different schedules. An exception leaves with a note that names the rank and the instruction.
     """
     rank = _Rank(schedule, state, fragments, transport)
-    record = state.record
-    while state.position < len(schedule.instructions):
+    record, end = state.record, len(schedule.instructions) if end is None else end
+    while state.position < end:
         number = state.position
         instruction = schedule.instructions[number]
         state.position += 1

@@ -206,6 +206,20 @@ class ProcessGroups:
         most, least = self.maxima([number, -number], what, place)
         return most == -least
 
+    def expect_equal(self, number: int, what: str, place: str = "") -> None:
+        """See `World.expect_equal`."""
+        self._spoken(what, lambda: self._host.expect(number, what, place))
+
+    @property
+    def is_expecting(self) -> bool:
+        return bool(self._host.expected)
+
+    def hear(self) -> None:
+        self._spoken(self._host.expected, self._host.hear)
+
+    def give_up(self) -> None:
+        self._host.give_up()
+
     def maxima(self, numbers: Sequence[int], what: str, place: str = "") -> list[int]:
         """Of each number the largest that a rank has. Collective: at every step, so by the host, which waits for no device."""
         return self._spoken(what, lambda: self._host.maxima(numbers, what, place))

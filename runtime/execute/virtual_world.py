@@ -27,6 +27,7 @@ class VirtualWorld:
     """All ranks of `mesh` inside this process."""
 
     is_virtual = True
+    is_expecting = False
     recorder: MeshRecorder | None = None  # virtual ranks that block are named at once
 
     def __init__(self, mesh: Mesh) -> None:
@@ -58,8 +59,17 @@ class VirtualWorld:
     def is_equal(self, number: int, what: str, place: str = "") -> bool:
         return True
 
-    def meet(self, what: str, place: str) -> None:
+    def expect_equal(self, number: int, what: str, place: str = "") -> None:
         return None
+
+    def hear(self) -> None:
+        return None
+
+    def give_up(self) -> None:
+        return None
+
+    def meet(self, what: str, place: str, number: int = 0) -> bool:
+        return True
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:
         pairs = zip(parameters, items, strict=True)
@@ -75,6 +85,9 @@ class VirtualWorld:
         for first, holders in replicas(item.sharding, mesh).items():
             found |= dict.fromkeys(holders, local_shard(value, item.dims, item.sharding, mesh, first))
         return found
+
+    def tangent_parts(self, value: torch.Tensor, item: Input, mesh: Mesh, is_equal: bool) -> Parts:
+        return self.parts(value, item, mesh)
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
         assert item.sharding is not None, item

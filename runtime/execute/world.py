@@ -75,9 +75,27 @@ class World(Protocol):
         something else what this is."""
         ...
 
-    def meet(self, what: str, place: str) -> None:
-        """Go on once all ranks of this module are at `what`, `place` says more of it. Collective. Raises `InputError` on all where one is
-        at something else."""
+    def expect_equal(self, number: int, what: str, place: str = "") -> None:
+        """Go on as if `is_equal` had said that every rank has this number, while they tell each other. Collective. `hear` raises
+        `UnequalError`, on all ranks, where they have several, and so does whatever they say to each other before that."""
+        ...
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether it is not known yet that all is as expected."""
+        ...
+
+    def hear(self) -> None:
+        """Wait until that is known."""
+        ...
+
+    def give_up(self) -> None:
+        """Whether all is as expected does not matter any more to this rank, which has raised an error."""
+        ...
+
+    def meet(self, what: str, place: str, number: int = 0) -> bool:
+        """Go on once all ranks of this module are at `what`, `place` says more of it; whether they have one `number`. Collective. Raises
+        `InputError` on all where one is at something else."""
         ...
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:
@@ -87,6 +105,10 @@ class World(Protocol):
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
+
+    def tangent_parts(self, value: torch.Tensor, item: Input, mesh: Mesh, is_equal: bool) -> Parts:
+        """Of what a backward begins from, which is of one element and the same on all ranks where it `is_equal`."""
+        ...
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from autopar.runtime.execute.world import World
-from autopar.runtime.module.tangents import TangentCheck, Tangents
+from autopar.runtime.module.tangents import TangentCheck, Tangents, number_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Backwards:
     def place(self) -> str:
         return f"how often backward ran: {self.number}"
 
-    def of_next_call(self, check: TangentCheck) -> tuple[Callable[[Tangents], None], Callable[[], None]]:
+    def of_next_call(self, check: TangentCheck) -> tuple[Callable[[Tangents], bool], Callable[[], None]]:
         """What is called before, with its tangents, and after the backward of a call that begins."""
         self.num_calls += 1
         return partial(self._meet, self.num_calls, check), self._one_more
@@ -30,10 +30,13 @@ class Backwards:
     def begin_anew(self) -> None:
         self.number = self.num_calls = 0
 
-    def _meet(self, call: int, check: TangentCheck, tangents: Tangents) -> None:
-        """In any order but that of all ranks, backward would add up what belongs to several calls."""
-        self.world.meet(f"backward of call {call}", f"how often backward ran, with this one: {self.number + 1}")
-        check.of_first(tangents, self.world)
+    def _meet(self, call: int, check: TangentCheck, tangents: Tangents) -> bool:
+        """In any order but that of all ranks, backward would add up what belongs to several calls. Whether those of one element are equal
+        on all ranks."""
+        place = f"how often backward ran, with this one: {self.number + 1}"
+        are_equal = self.world.meet(f"backward of call {call}", place, number_of(tangents))
+        check.of(tangents, self.world, are_equal)
+        return are_equal
 
     def _one_more(self) -> None:
         self.number += 1

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -36,17 +36,16 @@ from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.virtual_world import VirtualWorld
 from autopar.runtime.execute.world import World
 from autopar.runtime.module.backwards import Backwards
+from autopar.runtime.module.call_agreement import Agreement, agree_on_call, shares_to_pad
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.host_allocator import FreedMemory
 from autopar.runtime.module.input_values import check_values
 from autopar.runtime.module.inputs import (
     CallInputs,
-    agree_on_call,
     batch_dims_of,
     check_inputs,
     checksum,
     global_call,
-    shares_to_pad,
 )
 from autopar.runtime.module.lengths import CutOutputs, Described, at_length, padded
 from autopar.runtime.module.lying_inputs import check_lying
@@ -172,13 +171,16 @@ class CapturingModule(NamesOfModel):
         log_names_of_both(self, model)
         self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
-    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:
+    def captured(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False, agreement: Agreement = "now"
+    ) -> tuple[CallInputs, Captured]:
         """The inputs of such a call, and the program that runs it, captured where there is none yet.
 
-        Where it `runs`, the inputs and the model's parameters must have values.
+        Where it `runs`, the inputs and the model's parameters must have values. With an `agreement` that comes later, `World.hear` raises
+        `UnequalError` where ranks make different calls.
         """
         inputs = self.call_inputs(args, kwargs)
-        key, shares = (self._check(inputs), None) if self._world.is_virtual else self._agreed(inputs)
+        key, shares = (self._check(inputs), None) if self._world.is_virtual else self._agreed(inputs, agreement)
         if shares is not None:
             key = (shares, inputs.kinds, inputs.other_sizes(shares.dims), *key[1:])
         if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
@@ -249,7 +251,7 @@ class CapturingModule(NamesOfModel):
             self._tensors = ModelTensors(dict(self.named_parameters()), dict(self.named_buffers()), seen)
         return self._tensors
 
-    def _agreed(self, inputs: CallInputs) -> tuple[CallKey, UnequalShares | None]:
+    def _agreed(self, inputs: CallInputs, agreement: Agreement = "now") -> tuple[CallKey, UnequalShares | None]:
         """The key, once all ranks agree that they make this call, and their shares of the batch where these are unequal, or are to be
         padded. Collective."""
         error, key = None, ()
@@ -262,8 +264,8 @@ class CapturingModule(NamesOfModel):
             backwards = self._backwards
             counts = (self.seed, self.step, (backwards.number, backwards.num_calls), sorted(self._placed_anew.items()))
             told = (inputs.kinds, *key[1:], *self._trainer.told, *counts) if key else ()
-            is_equal = partial(self._world.is_equal, place=f"a call ({backwards.place})")
-            shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, is_equal)
+            place, when = f"a call ({backwards.place})", self._when_agreed(key, agreement)
+            shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world, place, when)
         except AutoparError as refusal:
             if not self._set_by_stages(refusal):
                 raise refusal from error
@@ -271,6 +273,11 @@ class CapturingModule(NamesOfModel):
             self._placed_anew = {}
             return key, self._shares_to_pad(inputs) if shares is None else shares
         return self._agreed(inputs)
+
+    def _when_agreed(self, key: CallKey, wanted: Agreement) -> Agreement:
+        """A call may begin before all agree where nothing is captured or compared for it any more."""
+        is_known = key in self._captures and bool(self._captures[key].ran)
+        return "now" if wanted == "later" and (not is_known or self._placed_anew or self._pad_to is not None) else wanted
 
     def _set_by_stages(self, refusal: AutoparError) -> bool:
         """Whether ranks, all of which were refused, only trained other parameters, each of its own stage; they agree now. Collective."""

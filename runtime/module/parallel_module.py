@@ -19,9 +19,10 @@ from autopar.runtime._torch import not_compiled
 from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import rank_sizes
+from autopar.runtime.execute.host_group import UnequalError
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.execute.tape import differentiate
-from autopar.runtime.module.captures import Captured
+from autopar.runtime.module.captures import Agreement, Captured
 from autopar.runtime.module.copies import check_copy, share_captures
 from autopar.runtime.module.inputs import CallInputs, check_global, check_replicas
 from autopar.runtime.module.inspection import Inspected
@@ -165,9 +166,25 @@ class ParallelModule(Inspected):
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool = False) -> tuple[Call, Captured, CallInputs]:
         """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`.
 
-        One that `updates` is run by `train_step`.
+        One that `updates` is run by `train_step`. What no other rank hears of may have run: meanwhile ranks tell each other whether they
+        make the same call.
         """
-        inputs, captured = self.captured(args, kwargs, runs=True)
+        step = self.step
+        try:
+            call, captured, inputs = self._started(args, kwargs, updates, "later")
+            self._world.hear()
+        except UnequalError:
+            self.step = step
+            return self._started(args, kwargs, updates, "unequal")
+        except BaseException:
+            self._world.give_up()
+            raise
+        return call, captured, inputs
+
+    def _started(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool, agreement: Agreement
+    ) -> tuple[Call, Captured, CallInputs]:
+        inputs, captured = self.captured(args, kwargs, runs=True, agreement=agreement)
         self.learn_lengths(inputs, captured)
         self._before_run(inputs, captured)
         if not updates and self._scaler is None and captured.trainable and not captured.is_told_of_scale:
@@ -186,6 +203,8 @@ class ParallelModule(Inspected):
             sizes = rank_sizes(captured.compiled, self._backend, self._model, on_processes=not world.is_virtual)
             held = partial(self._held, captured.compiled.stored)
             guard(call, sizes, held, device.type, lambda: self._state(call, updates))
+        elif self._world.is_expecting:
+            call.begin()
         captured.ran.add(updates)
         return call, captured, inputs
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import InputError
-from autopar.runtime.execute.host_group import host_group
+from autopar.runtime.execute.host_group import UnequalError, host_group
 from autopar.runtime.execute.process_groups import ProcessGroups
 
 DEVICE = torch.device("meta")  # in place of a GPU: nothing could be read there
@@ -34,8 +34,8 @@ def of_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_group_of_its_own_where_the_other_takes_tensors_of_the_host_too(world: dist.ProcessGroup) -> None:
     """What ranks say is no part of a program, and may come while others run theirs."""
-    group, device = host_group(world, [0], DEVICE, None)
-    assert group is not world and dist.get_backend(group) == "gloo" and device == torch.device("cpu")
+    made = host_group(world, [0], DEVICE, None)
+    assert made.group is not world and dist.get_backend(made.group) == "gloo" and made.device == torch.device("cpu")
 
 
 def test_a_world_of_nccl_alone_gets_a_group_of_gloo(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_a_world_of_nccl_alone_gets_a_group_of_gloo(world: dist.ProcessGroup, mo
 def test_on_the_device_where_there_is_no_gloo(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     of_nccl_alone(monkeypatch)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    group, device = host_group(world, [0], DEVICE, None)
-    assert group is not world and device == DEVICE
+    made = host_group(world, [0], DEVICE, None)
+    assert made.group is not world and made.device == DEVICE
 
 
 def speaks_of_other_things() -> list[str]:
@@ -81,3 +81,51 @@ def test_ranks_that_speak_of_other_things_all_hear_of_it(gloo_ranks: Any) -> Non
     assert "\n  ranks 0, 2, 3: four numbers\n  rank 1: one number\n" in said[0][0]
     assert "\n  ranks 0, 2, 3: words\n  rank 1: nothing\n" in said[0][1]
     assert f"\n  ranks 0, 2, 3: a number of one\n  rank 1: {'é' * 256}\n" in said[0][2]
+
+
+def expects(is_one_apart: bool) -> list[str]:
+    """What comes of one number on all ranks, of two, of two that are given up, and what is said when something else is said next."""
+    groups, rank = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=120), dist.get_rank()
+    number = rank if is_one_apart else 3
+    found: list[str] = []
+    for say in (groups.hear, lambda: groups.is_equal(3, "another number"), lambda: groups.gather(rank)):
+        groups.expect_equal(number, "a number")
+        assert groups.is_expecting
+        try:
+            found.append(str(say()))
+        except UnequalError:
+            found.append("unequal")
+        assert not groups.is_expecting
+    groups.expect_equal(number, "a number")
+    groups.give_up()
+    return [*found, str(groups.gather(rank))]
+
+
+@pytest.mark.parametrize(
+    ("is_one_apart", "heard"),
+    [(False, ["None", "True", "[0, 1, 2, 3]", "[0, 1, 2, 3]"]), (True, ["unequal", "unequal", "unequal", "[0, 1, 2, 3]"])],
+)
+def test_what_is_expected_is_heard_before_anything_else_is_said(gloo_ranks: Any, is_one_apart: bool, heard: list[str]) -> None:
+    assert gloo_ranks.run(expects, is_one_apart) == [heard] * 4
+
+
+def expects_where_one_waits() -> list[str]:
+    """Rank 1 waits for the answer that the others expect, and then all are at something else."""
+    groups, rank = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=120), dist.get_rank()
+    found: list[str] = []
+    for what in ("a number", "a number" if rank != 1 else "a word"):
+        try:
+            if rank == 1:
+                found.append(str(groups.is_equal(3, what)))
+            else:
+                groups.expect_equal(3, what)
+                groups.hear()
+                found.append("True")
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+def test_some_ranks_wait_and_others_do_not(gloo_ranks: Any) -> None:
+    for equal, apart in gloo_ranks.run(expects_where_one_waits):
+        assert equal == "True" and "ranks 0, 2, 3: a number" in apart and "rank 1: a word" in apart

@@ -98,7 +98,7 @@ def trains_while_one_is_stopped(folder: str) -> tuple[str, bool]:
     return found[0] if found else ("", True)
 
 
-def tell_what_is_true(folder: Path) -> Callable[[Call], None]:
+def tell_what_is_true(folder: Path) -> Callable[..., None]:
     """Write each instruction, and whether it is over, by another way than the recorder's: 1 + 2 · number + is over; 0 outside of calls.
 
     Returns what was there before."""
@@ -107,14 +107,14 @@ def tell_what_is_true(folder: Path) -> Callable[[Call], None]:
         truth = memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
     run = Call._run
 
-    def watched(call: Call) -> None:
+    def watched(call: Call, is_alone: bool = False) -> None:
         def watch(number: int, is_over: bool) -> None:
             truth[0] = 1 + 2 * number + is_over
 
         for state in call.states.values():
             state.watch = watch
-        run(call)
-        truth[0] = 0
+        run(call, is_alone)
+        truth[0] = truth[0] if is_alone else 0  # it waits for the others' word within the call
 
     Call._run = watched
     return run

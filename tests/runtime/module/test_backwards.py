@@ -25,6 +25,24 @@ def placed(axes: dict[str, int], model: nn.Module, **options: object) -> tuple[n
     return compiled(copy.deepcopy(reference), mesh, (mine,), timeout=180, **options), reference, mine, x
 
 
+def later_factors(axes: dict[str, int]) -> list[str]:
+    """What is said of three backwards: with one factor, with one of each share of the batch, and with one of each rank."""
+    parallel, _, mine, _ = placed(axes, TwoLayers())
+    said = []
+    for factor in (1.0, 1.0 + dist.get_rank() // 2, 1.0 + dist.get_rank()):
+        try:
+            (factor * parallel(mine)).backward()
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_factors_are_compared_wherever_they_are_not_those_of_all_ranks(gloo_ranks: GlooRanks) -> None:
+    for equal, by_share, by_rank in gloo_ranks.run(later_factors, {"dp": 2, "tp": 2}):
+        assert not equal and not by_share and "compute one loss together" in by_rank
+
+
 class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,8 +7,9 @@ import torch
 from autopar.driver.options import BatchOfFirst
 from autopar.errors import InputError, MeshError
 from autopar.ir.mesh import Mesh
+from autopar.runtime.module.call_agreement import unequal_shares
 from autopar.runtime.module.input_values import check_values
-from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, global_call, unequal_shares
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, global_call
 
 FIRST = BatchOfFirst()
 INPUTS = CallInputs.of(
