@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import Node
 
 from autopar._torch import fake_mode_of, is_fake
+from autopar.errors import CaptureError
 from autopar.frontend.attributes import tensors_of
 from autopar.frontend.exported import placeholder_of
 from autopar.frontend.shared_memory import in_one_memory
@@ -29,7 +30,17 @@ Assigned = Mapping[str, str]
 
 
 def assigned_buffers(model: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """The buffers for which a forward on fake tensors has set others, by what it found under each name and what it left there."""
+    """The buffers for which a forward on fake tensors has set others, by what it found under each name and what it left there.
+
+    Raises `CaptureError` for one that was not there: what later calls would find in it (a table, the first batch's mean), they would make.
+    """
+    made = [name for name, _ in model.named_buffers() if name not in before]
+    if made:
+        raise CaptureError(
+            f"forward makes buffers that the model does not have yet ({', '.join(map(repr, made))}), and a captured program would make "
+            "them anew in every call; make them in __init__, or call the model once before autopar.compile, on its longest input where "
+            "their sizes go by that"
+        )
     names = [name for name, _ in model.named_buffers() if after[name] is not before[name]]
     return {name: _difference(before[name], after[name]) or _holder(model, name) for name in names}
 

@@ -168,7 +168,8 @@ _FAULTS = (
         ("DataDependent", "data-dependent", "Dynamic control flow", "item()", "FakeTensor.__format__"),
         "forward reads the value of a tensor (a branch, .item(), .tolist(), an f-string), which no graph knows",
         "write it with torch.where, or decide it before the call; x[:, i], where i is a tensor without dims, is read too: "
-        "x.index_select(1, i.view(1)).squeeze(1) is not; a branch that only raises is checked in every call as an assert: "
+        "x.index_select(1, i.view(1)).squeeze(1) is not; x[:, i : i + n] (a queue, from its pointer on) is "
+        "x[:, i + torch.arange(n)], where it is written, too; a branch that only raises is checked in every call as an assert: "
         "assert (a | b).all(), 'text' for if not a and not b: raise ValueError(text)",
     ),
     _Fault(

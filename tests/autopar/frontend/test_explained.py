@@ -113,6 +113,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "tolist": (lambda layer, x: layer.linear(x).sum() * sum(x[0].tolist()), READS, "before the call"),
     "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),
     "index": (lambda layer, x: layer.linear(x)[:, x.argmax()].sum(), READS, "x.index_select(1, i.view(1)).squeeze(1)"),
+    "slice": (lambda layer, x: layer.linear(x)[:, int(x.argmax()) : int(x.argmax()) + 2].sum(), READS, "x[:, i + torch.arange(n)]"),
     "item of a pytree": (lambda layer, x: layer.linear(x).sum() * pytree.tree_leaves({"x": x.sum()})[0].item(), READS, "before the call"),
     "vmap of rows": (lambda layer, x: torch.func.vmap(lambda row: x * row)(layer.linear.weight).sum(), TRANSFORM, "write its dim out"),
     "generator": (lambda layer, x: (y for y in (layer.linear(x),)), "no structure of tensors", "return tensors in tuples"),
