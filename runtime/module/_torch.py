@@ -18,6 +18,7 @@ from torch.distributed.tensor._ops import _view_ops
 from autopar._torch import is_fake
 
 __all__ = [
+    "collectives_taken_over",
     "data_taken_over",
     "draws_taken_over",
     "gathers_taken_over",
@@ -57,6 +58,9 @@ def numbers_taken_over(number_of: Callable[[DTensor], torch.Tensor]) -> None:
 
 
 _GATHERS, _VIEWS = "_autopar_gathers", "_autopar_views"
+_COLLECTIVES = (
+    "allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ broadcast_ gather_ reduce_ reduce_scatter_ _reduce_scatter_base_ scatter_ send"
+).split()
 _DRAWS = (
     "normal_ uniform_ bernoulli bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ "
     "rand_like randn_like randint_like native_dropout multinomial rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional"
@@ -79,10 +83,10 @@ def draws_taken_over(draw: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]
     handlers.update(dict.fromkeys(_overloads(_DRAWS), given))
 
 
-def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
-    """The ATen ops of these names, each the very object that torch has in its tables: `packet.__getattr__` would make another one."""
+def _overloads(names: Iterable[str], space: Any = torch.ops.aten) -> Iterator[OpOverload]:
+    """The ops of these names, ATen's or those of another space, each the very object that torch has in its tables: `packet.__getattr__` would make another one."""
     for name in names:
-        packet = getattr(torch.ops.aten, name)
+        packet = getattr(space, name)
         for overload in (getattr(packet, each) for each in packet.overloads()):
             if not any(argument.is_out for argument in overload._schema.arguments):
                 yield overload
@@ -133,6 +137,16 @@ def operations_taken_over(
         return see(op_call, args, kwargs, torchs)
 
     handlers.update(dict.fromkeys(_overloads(names), given))
+
+
+def collectives_taken_over(see: Callable[[str], None]) -> None:
+    """From now on `see` is called with the name of a collective of torch.distributed that is given a DTensor."""
+
+    def given(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+        see(op_call.__name__.split(".")[0].rstrip("_"))
+        raise NotImplementedError(f"{op_call} does not know DTensors")
+
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), given))
 
 
 def gathers_taken_over(

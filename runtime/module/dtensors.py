@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.runtime.module._torch import (
+    collectives_taken_over,
     data_taken_over,
     draws_taken_over,
     gathers_taken_over,
@@ -13,7 +14,7 @@ from autopar.runtime.module._torch import (
 from autopar.runtime.module.draws import draw
 from autopar.runtime.module.gathers import gathered, is_cut_from_whole
 from autopar.runtime.module.numbers import number_of
-from autopar.runtime.module.operations import NAMES, computed
+from autopar.runtime.module.operations import NAMES, computed, refuse_collective
 from autopar.runtime.module.placement import part_of_data
 from autopar.runtime.module.views import view_words
 
@@ -26,3 +27,4 @@ def take_over() -> None:
     gathers_taken_over(gathered, is_cut_from_whole)
     views_taken_over(view_words)
     operations_taken_over(NAMES, computed)
+    collectives_taken_over(refuse_collective)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
@@ -227,6 +228,27 @@ def unknown() -> list[str]:
 def test_an_error_about_what_torch_does_not_compute_says_what_to_do(gloo_ranks: Any) -> None:
     for said in gloo_ranks.run(unknown):
         assert all("p.full_tensor()" in text for text in said), said
+
+
+def own_collectives() -> list[str]:
+    """What is said to loops that keep copies of a model alike themselves."""
+    split, said = gradient(), []
+    for collective in (
+        lambda: dist.all_reduce(split),
+        lambda: dist.broadcast(split.detach(), 0),
+        lambda: dist.all_reduce(split.norm()),
+        lambda: dist.all_gather([torch.zeros_like(split)] * 4, split),
+        lambda: nn.parallel.DistributedDataParallel(nn.ParameterList([nn.Parameter(split)])),
+    ):
+        with pytest.raises(AutoparError) as refused:
+            collective()
+        said.append(str(refused.value))
+    return said
+
+
+def test_collectives_of_a_loop_s_own_are_refused_in_words(gloo_ranks: Any) -> None:
+    for said in gloo_ranks.run(own_collectives):
+        assert all("does not know DTensors" in text and "Leave the line out" in text for text in said), said
 
 
 def mean_of_unequal_parts() -> tuple[str, float]:
