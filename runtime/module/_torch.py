@@ -59,7 +59,8 @@ def numbers_taken_over(number_of: Callable[[DTensor], torch.Tensor]) -> None:
 
 _GATHERS, _VIEWS = "_autopar_gathers", "_autopar_views"
 _COLLECTIVES = (
-    "allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ broadcast_ gather_ reduce_ reduce_scatter_ _reduce_scatter_base_ scatter_ send"
+    "allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ broadcast_ gather_ "
+    "reduce_ reduce_scatter_ _reduce_scatter_base_ scatter_ send"
 ).split()
 _DRAWS = (
     "normal_ uniform_ bernoulli bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ "
@@ -84,7 +85,7 @@ def draws_taken_over(draw: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]
 
 
 def _overloads(names: Iterable[str], space: Any = torch.ops.aten) -> Iterator[OpOverload]:
-    """The ops of these names, ATen's or those of another space, each the very object that torch has in its tables: `packet.__getattr__` would make another one."""
+    """The ops of these names, each the very object that torch has in its tables: `packet.__getattr__` would make another one."""
     for name in names:
         packet = getattr(space, name)
         for overload in (getattr(packet, each) for each in packet.overloads()):

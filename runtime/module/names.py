@@ -17,6 +17,13 @@ from autopar.runtime._torch import AsksToConvert, registered_names
 
 logger = logging.getLogger("autopar")
 
+# What torch's wrappers of models have, and loops that were written for them ask for.
+_OF_WRAPPERS = {
+    "module": "a parallel module has the names of its model itself: parallel.head, parallel.state_dict()",
+    "no_sync": "leave it out: gradients of several backwards add up, as they do without it; those of the microbatches of one call "
+    "(num_microbatches=n) are reduced once",
+}
+
 
 class NamesOfModel(AsksToConvert):
     """A module with the names of another, the attribute `_model`, beside its own.
@@ -32,6 +39,8 @@ class NamesOfModel(AsksToConvert):
             return own.__get__(self, type(self))
         if "_model" in self.__dict__ and not (name.startswith("__") and name.endswith("__")):
             model = self.__dict__["_model"]
+            if name in _OF_WRAPPERS and not hasattr(model, name):
+                raise AttributeError(f"{type(self).__name__} has no {name!r}, and neither has its model; {_OF_WRAPPERS[name]}")
             value = getattr(model, name)
             return _explained(value, model) if isinstance(value, MethodType) and value.__self__ is model else value
         return super().__getattr__(name)

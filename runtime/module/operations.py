@@ -58,9 +58,9 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
 def refuse_collective(name: str) -> None:
     """Raise `AutoparError` for what a loop does itself that keeps copies of a model alike, or that wraps it for that."""
     raise AutoparError(
-        f"torch.distributed's {name} does not know DTensors, which parameters of a parallel module, their gradients and numbers made of them "
-        "are on processes. The ranks agree in both: gradients are those of the global batch when backward ends. Leave the line out, with the "
-        "division by the number of ranks beside it, and DistributedDataParallel. A number (p.grad.norm()) is that of all ranks by "
+        f"torch.distributed's {name} does not know DTensors, which parameters of a parallel module, their gradients and numbers made of "
+        "them are on processes. The ranks agree in both: gradients are those of the global batch when backward ends. Leave the line out, "
+        "with the division by the number of ranks beside it, and DistributedDataParallel. A number (p.grad.norm()) is that of all ranks by "
         ".full_tensor()"
     )
 

@@ -52,6 +52,10 @@ def test_names_of_the_model_are_read_there() -> None:
     assert not hasattr(parallel, "nothing")
     with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
         _ = parallel.nothing
+    for name, told in (("module", "names of its model itself"), ("no_sync", "leave it out")):
+        assert not hasattr(parallel, name)
+        with pytest.raises(AttributeError, match=told):
+            getattr(parallel, name)
 
 
 def test_what_is_set_is_the_models_and_the_next_call_has_it() -> None:
