@@ -29,6 +29,7 @@ from autopar.frontend.data_writes import data_writes_detached, other_data_copied
 from autopar.frontend.frozen_writes import written_as_buffers
 from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.known_masks import known_masks_indexed
+from autopar.frontend.lists_apart import lists_taken_apart
 from autopar.frontend.masked_reads import masked_reads_spread
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.refusals import refuse_untrained
@@ -90,7 +91,8 @@ def forward_program(
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
             constants[item.name] = _on_host(cast(torch.Tensor, exported.constants[item.name]))
-    copies = _Copies(graph, mapping, device, [None if autocast is None else Region(autocast)])
+    apart = lists_taken_apart(exported.graph_module.graph)
+    copies = _Copies(graph, mapping, device, [None if autocast is None else Region(autocast)], apart)
     copies.calls(exported.graph_module)
     hooks_placed(graph)
     own_data_kept(graph)
@@ -188,6 +190,7 @@ class _Copies:
     mapping: dict[Node, Any]
     device: str
     entered: list[Region | None]  # the autocast around the call, and those that forward has entered since, the innermost last
+    uncast: frozenset[Node]  # what runs under no autocast, wherever it stands
     regions: dict[Node, Region] = field(default_factory=dict)
     is_detached: bool = False  # under `no_grad`
     # Under `no_grad`: what was made since it began; and the views, in whose place values from outside are seen.
@@ -230,10 +233,10 @@ class _Copies:
         if self.is_detached:
             (self.casts.append if may_be_same else self.made.add)(copied)
         region = self.entered[-1]
-        if region is not None:
+        if region is not None and region.autocast is None:
+            EXACT[copied] = True
+        if region is not None and node not in self.uncast:
             self.regions[copied] = region
-            if region.autocast is None:
-                EXACT[copied] = True
         if copied.target is torch.ops.autopar.custom_function.default:
             operands, site = copied.args
             copied.target, copied.args = function_at(site), tuple(operands)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from autopar.graph.overwrites import all_written_by, memory_of, writers_of
+from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.placement import Placement
 from autopar.ir.program import Input, Program
 
@@ -20,7 +20,7 @@ _Pair = tuple[Input, Node]
 def written_as_buffers(graph: Graph, items: Sequence[Input]) -> tuple[Input, ...]:
     """`items` of the placeholders of a FORWARD graph, such parameters as buffers behind those that stay parameters, and placeholders
     likewise."""
-    written = {memory_of(each) for writer in writers_of(graph) for each in all_written_by(writer)}
+    written = {memory_of(written_by(writer)) for writer in writers_of(graph)}
     placed = zip(items, graph.find_nodes(op="placeholder"), strict=True)
     return _with_buffers(graph, items, {item.name for item, node in placed if node in written and not item.requires_grad})
 

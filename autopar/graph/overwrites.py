@@ -52,12 +52,6 @@ def written_by(writer: Node) -> Node:
     return out if isinstance(out, Node) else writer.all_input_nodes[0]
 
 
-def all_written_by(writer: Node) -> tuple[Node, ...]:
-    """Likewise; of a call on lists (`torch._foreach_mul_`) all of the first."""
-    first = writer.args[0] if writer.args else None
-    return tuple(each for each in first if isinstance(each, Node)) if isinstance(first, (list, tuple)) else (written_by(writer),)
-
-
 def writers_of(graph: Graph) -> tuple[Node, ...]:
     """The nodes that write into an operand, in order."""
     return tuple(node for node in graph.nodes if node.op == "call_function" and writes(node))
@@ -103,11 +97,13 @@ def is_copy_told(node: Node) -> bool:
     """Whether anybody can tell if `node` shows its operand or copies it: something behind it writes into the one, and something behind that
     reads the other, as the next call does of what the model holds."""
     memory, nodes = memory_of(node), node.graph.nodes
-    for writer in (each for each in writers_of(node.graph) if node < each):
-        for target in (each for each in all_written_by(writer) if memory_of(each) is memory):
-            read = (each for reader in nodes if writer < reader for each in reader.all_input_nodes if memory_of(each) is memory)
-            if memory.op == "placeholder" or any(_goes_back_to(node, each) != _goes_back_to(node, target) for each in read):
-                return True
+    for writer in writers_of(node.graph):
+        target = written_by(writer)
+        if writer < node or memory_of(target) is not memory:
+            continue
+        read = (each for reader in nodes if writer < reader for each in reader.all_input_nodes if memory_of(each) is memory)
+        if memory.op == "placeholder" or any(_goes_back_to(node, each) != _goes_back_to(node, target) for each in read):
+            return True
     return False
 
 

@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 from autopar.graph.autocast import NOTHING, Autocast, CastInsideError, Casts, CastsOfCalls, Region
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.fake_values import set_fake_values
-from autopar.graph.overwrites import all_written_by, memory_of, writers_of, written_by
+from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.keys import EXACT, SOURCE
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
@@ -134,7 +134,7 @@ def _regions(program: Program, precision: MixedPrecision) -> Mapping[Node, Regio
 def _of_written_parameters(program: Program) -> set[Node]:
     """What nothing but parameters that forward writes comes of: 0.999 times a teacher's weight has no digits in a lower dtype."""
     written = {node for item, node in program.named_inputs() if item.is_parameter}
-    found = {each for each in writers_of(program.graph) if not written.isdisjoint(map(memory_of, all_written_by(each)))}
+    found = {each for each in writers_of(program.graph) if memory_of(written_by(each)) in written}
     for node in reversed(program.graph.nodes):
         if node.op == "call_function" and node.users and found.issuperset(node.users):
             found.add(node)
