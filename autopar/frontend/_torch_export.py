@@ -14,8 +14,10 @@ from torch.fx.experimental import proxy_tensor
 from autopar._torch import attribute_set, pytree, writes_operands
 from autopar.ops.traits import CASTS_OR_NOTHING
 
-# Of a node of an export: the op gave its operand back, and is there because it may make a copy of it where dtypes are others.
+# Of a node of an export: the op gave its operand back, and is there because it may make a copy of it where that has another dtype, or lies
+# otherwise.
 GIVEN_BACK = "given_back"
+_GIVING_BACK = (*CASTS_OR_NOTHING, torch.ops.aten.contiguous, torch.ops.aten.ravel)
 
 
 def operands_traced_as_they_are() -> AbstractContextManager[None]:
@@ -23,7 +25,7 @@ def operands_traced_as_they_are() -> AbstractContextManager[None]:
     a trace what it was before. To torch who reads it later reads what the op gave, which may be under `no_grad`.
 
     A cast to the dtype that it has, `x.float()`, gives a tensor of its own, `GIVEN_BACK`: an autocast that a trace does not run (of a GPU
-    that is not there), or `precision=` may make another dtype of the operand.
+    that is not there), or `precision=` may make another dtype of the operand. So does `x.contiguous()`: another input may lie otherwise.
     """
     call = proxy_tensor.proxy_call
 
@@ -42,7 +44,7 @@ def operands_traced_as_they_are() -> AbstractContextManager[None]:
             if slot is None or made is slot or not any(operand is each for each in results):
                 continue
             proxy_tensor.set_proxy_slot(operand, tracer, slot)
-            if result is operand and func.overloadpacket in CASTS_OR_NOTHING:
+            if result is operand and func.overloadpacket in _GIVING_BACK:
                 with proxy_tensor.disable_proxy_modes_tracing(), torch.enable_grad():  # as what it shows has one, also under no_grad
                     result = torch.ops.aten.alias.default(operand)
                 proxy_tensor.set_proxy_slot(result, tracer, made)
@@ -75,6 +77,8 @@ def regions_traced() -> Generator[None]:
     function = mode.__torch_function__
 
     def called(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Python's own would give back what lies in order before anything of it is traced.
+        func = torch.ops.aten.contiguous.default if func is torch.Tensor.contiguous else func
         node = function(self, func, types, args, kwargs)
         mark = REGION_MARKS.get(func)
         if mark == "autocast":

@@ -9,16 +9,19 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from unittest import mock
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.frontend._torch_export import GIVEN_BACK
+from autopar.graph.emit import replace as replace_node
 from autopar.graph.emit import tensor_of
-from autopar.graph.overwrites import is_copy_told, sources_of, writers_of
-from autopar.ir.arguments import node_at
+from autopar.graph.fake_values import IN_PLACE_VIEWS
+from autopar.graph.overwrites import is_copy_told, is_written_after, memory_of, sources_of, writers_of
+from autopar.ir.arguments import all_named, node_at
 from autopar.ir.program import Program
 from autopar.ir.source import source_of
 
@@ -33,36 +36,54 @@ _NOTED = (
     (torch, "reshape"),
 )
 _NOT_FORWARD = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_BY_LAYOUT = frozenset({aten.reshape.default, aten.reshape_as.default, aten.flatten.using_ints, aten.contiguous.default})
+# What shows its operand where that lies in order, or as it is asked to, and copies it where it does not.
+_RESHAPES = (aten.reshape.default, aten.reshape_as.default, aten.flatten.using_ints)
+_IN_ORDER = (aten.contiguous.default, aten.ravel.default)
+_TO = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other)
 # By the flat index of an input the line of forward that asks.
 Asked = dict[int, str]
+# By line and question all answers.
+_Answers = dict[tuple[str, str], set[object]]
 
 
 @contextmanager
-def asked_layouts(leaves: Sequence[object]) -> Generator[Asked]:
-    """Of which of these inputs, or views of them, it is asked while this is entered how they lie. Calls inside of torch's own do not count,
-    nor does it if what lies otherwise is copied (`x if x.is_contiguous() else x.contiguous()`)."""
-    tensors = ((index, leaf) for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    watch = _Watch({StorageWeakRef(leaf.untyped_storage()): index for index, leaf in tensors})
+def asked_layouts(leaves: Sequence[object]) -> Generator[Watch]:
+    """What forward asks while this is entered of how tensors lie. Calls inside of torch's own do not count, nor does it if what lies
+    otherwise is copied (`x if x.is_contiguous() else x.contiguous()`)."""
+    watch = Watch({StorageWeakRef(leaf.untyped_storage()): index for index, leaf in enumerate(leaves) if _is_laid_out(leaf)})
     with ExitStack() as patched:
         for place, name in _NOTED:
             patched.enter_context(mock.patch.object(place, name, watch.noting(name, getattr(place, name))))
-        yield watch.found
-    watch.found |= {index: line for index, line in watch.whether.items() if index not in watch.found}
+        yield watch
 
 
-def asked_otherwise(asked: Asked, leaves: Sequence[object], run: Callable[[list[object]], object]) -> Asked:
-    """Those of `asked` of which forward asks, too, if they lie otherwise than row by row, as it was not when it was asked first: what it
-    copies then is read row by row. All of them if it does not run so."""
-    given = [_lying_otherwise(leaf) if index in asked and isinstance(leaf, torch.Tensor) else leaf for index, leaf in enumerate(leaves)]
-    try:
-        with asked_layouts(given) as again, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+def asked_otherwise(watch: Watch, leaves: Sequence[object], run: Callable[[list[object]], object]) -> Asked:
+    """The inputs by whose layout forward is told something else: of what `watch` saw those of which it asks, too, if they lie otherwise
+    than row by row, as they did not then; what it copies now is read row by row. All of these if it does not run so. And those by which
+    other answers are given of values that are computed from them."""
+    asked, answers = watch.asked, watch.answers
+    if asked:
+        again, is_whole = _seen([_lying_otherwise(leaf) if index in asked else leaf for index, leaf in enumerate(leaves)], run)
+        asked = {index: line for index, line in again.asked.items() if index in asked} if is_whole else asked
+    for index, leaf in enumerate(leaves if answers else ()):
+        for lying in _LAYOUTS if index not in asked and _is_laid_out(leaf) else ():
+            again, _ = _seen([*leaves[:index], lying(leaf), *leaves[index + 1 :]], run)
+            told = [asks for asks, found in again.answers.items() if asks in answers and not found <= answers[asks]]
+            if told:
+                asked[index] = told[0][0]
+    return asked
+
+
+def _seen(given: list[object], run: Callable[[list[object]], object]) -> tuple[Watch, bool]:
+    """What forward asks when it is `given` these, and whether it got to its end."""
+    with asked_layouts(given) as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
             run(given)
-    except Exception as error:  # whatever the user's code raises of a layout that nobody gave it
-        logger.debug("which inputs forward asks how they lie is known for those that lie row by row: %s", error)
-        return asked
-    return {index: line for index, line in again.items() if index in asked}
+        except Exception as error:  # whatever the user's code raises of a layout that nobody gave it
+            logger.debug("which inputs forward asks how they lie is known for those that lie row by row: %s", error)
+            return watch, False
+    return watch, True
 
 
 def written_by_layout(program: Program) -> Asked:
@@ -71,14 +92,31 @@ def written_by_layout(program: Program) -> Asked:
     batch = {node: int(item.name) for item, node in program.named_inputs() if item.kind == "batch"}
     found: Asked = {}
     for node in program.graph.nodes if writers_of(program.graph) else ():
-        if node.target in _BY_LAYOUT and not _is_always_a_view(node) and is_copy_told(node):
+        if _goes_by_layout(node) and is_copy_told(node):
             found |= {batch[each]: source_of(node).at for each in batch.keys() & sources_of([node]) if batch[each] not in found}
     return found
 
 
+def needless_copies_dropped(graph: Graph) -> None:
+    """Drop what gave its operand back to an export as it lies in order, where no write behind it tells it from a copy, and where the
+    operand gets another shape in place, or is detached so, which is to be seen by this name, too."""
+    turned = [each for each in graph.nodes if each.target in IN_PLACE_VIEWS]
+    for node in [each for each in graph.nodes if each.target in _IN_ORDER and each.meta.get(GIVEN_BACK)]:
+        is_turned = any(node < each and memory_of(each) is memory_of(node) for each in turned)
+        if is_turned or not is_written_after(node, node):
+            replace_node(node, node_at(node, 0))
+
+
+def _goes_by_layout(node: Node) -> bool:
+    """Whether `node` shows its operand or copies it by how that lies."""
+    if node.target in _TO:
+        named, (before, after) = all_named(node), (tensor_of(node_at(node, 0)), tensor_of(node))
+        asks = named["memory_format"] not in (None, torch.preserve_format)
+        return asks and before.dtype == after.dtype and not named["copy"]
+    return node.target in _IN_ORDER or (node.target in _RESHAPES and not _is_always_a_view(node))
+
+
 def _is_always_a_view(node: Node) -> bool:
-    if node.target is aten.contiguous.default:
-        return False
     try:
         _lying_otherwise(torch.empty(tensor_of(node_at(node, 0)).shape, device="meta")).view(tensor_of(node).shape)
     except RuntimeError:
@@ -86,43 +124,78 @@ def _is_always_a_view(node: Node) -> bool:
     return True
 
 
-def _lying_otherwise(leaf: torch.Tensor) -> torch.Tensor:
+def _is_laid_out(leaf: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
+def _lying_otherwise(leaf: Any) -> torch.Tensor:
     apart = leaf.new_empty([*reversed(leaf.shape), 2])[..., 0]
     return apart.permute([*reversed(range(leaf.ndim))])
 
 
-class _Watch:
+def _channels_last(leaf: Any) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return leaf.contiguous(memory_format=formats[leaf.ndim]) if leaf.ndim in formats else leaf
+
+
+_LAYOUTS = (_lying_otherwise, _channels_last)
+
+
+class Watch:
     """Notes calls of methods. A mode for functions would stand in the frames of all others, by which warnings name the user's line."""
 
     def __init__(self, indices: dict[StorageWeakRef, int]) -> None:
         self._indices = indices
-        self.found: Asked = {}
-        self.whether: Asked = {}  # asked for nothing else than whether they are contiguous
+        self._found: Asked = {}
+        self._whether: Asked = {}  # asked for nothing else than whether they are contiguous
+        self._computed: list[tuple[StorageWeakRef, str, str, object]] = []
+
+    @property
+    def asked(self) -> Asked:
+        """The inputs of which, or of views of which, it is asked."""
+        return self._whether | self._found
+
+    @property
+    def answers(self) -> _Answers:
+        """What is asked of other tensors, and answered."""
+        found: _Answers = {}
+        for _, line, name, answer in self._computed:
+            found.setdefault((line, name), set()).add(answer)
+        return found
 
     def noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], torch.Tensor):
-                self._note(name, args[0], sys._getframe(1).f_code.co_filename, sys._getframe(1).f_lineno)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if args and _is_laid_out(args[0]):
+                frame = sys._getframe(1)
+                answer = args[0].stride() if name == "as_strided" else result
+                self._note(name, args[0], frame.f_code.co_filename, frame.f_lineno, answer)
+            return result
 
         return call
 
-    def _note(self, name: str, tensor: torch.Tensor, file: str, line: int) -> None:
-        index = None if file.startswith(_NOT_FORWARD) else self._index(tensor)
-        if index is None:
+    def _note(self, name: str, tensor: torch.Tensor, file: str, line: int, answer: object) -> None:
+        memory = None if file.startswith(_NOT_FORWARD) else _memory(tensor)
+        if memory is None:
             return
-        if name in _ADDRESSES:
-            self.found.setdefault(index, f"{file}:{line}")
-        elif name == "is_contiguous":
-            self.whether.setdefault(index, f"{file}:{line}")
-        elif not tensor.is_contiguous():
-            self.whether.pop(index, None)
+        index, where = self._indices.get(memory), f"{file}:{line}"
+        if name in _COPIES:
+            if not tensor.is_contiguous():
+                self._whether.pop(-1 if index is None else index, None)
+                self._computed = [each for each in self._computed if each[0] != memory or each[2] != "is_contiguous"]
+        elif index is None:
+            self._computed.append((memory, where, name, answer))
+        elif name in _ADDRESSES:
+            self._found.setdefault(index, where)
+        else:
+            self._whether.setdefault(index, where)
 
-    def _index(self, tensor: torch.Tensor) -> int | None:
-        try:
-            return self._indices.get(StorageWeakRef(tensor.untyped_storage()))
-        except RuntimeError:  # a sparse one, or one inside a transform of torch.func: there is no storage to know it by
-            return None
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except RuntimeError:  # one inside a transform of torch.func: there is no storage to know it by
+        return None
 
 
 def with_asked(program: Program, asked: Asked) -> Program:

@@ -311,13 +311,16 @@ def _fake_output(
         def run(tensors: dict[str, torch.Tensor], given: list[Any] = leaves) -> Any:
             return as_traced(lambda: torch.func.functional_call(model, tensors, *pytree.tree_unflatten(given, structure)))
 
-        with asked_layouts(leaves) as asked:
+        asked: Asked = {}
+        with asked_layouts(leaves) as watch:
             output = run(fakes)
         refuse_open((flattened(output)[0], fakes))
         if is_watched and others(held, tensors_of(model)) and num_hooks(model) == hooks:  # hooks that a second run might install again
             reassigned = read_and_assigned(model, lambda: run(dict(before)))
-        if is_watched and asked and num_hooks(model) == hooks:
+        if is_watched:
+            asked = watch.asked
+        if (asked or watch.answers) and is_watched and num_hooks(model) == hooks:
             with attributes_kept(model):
-                asked = asked_otherwise(asked, leaves, lambda given: run(dict(before), given))
+                asked = asked_otherwise(watch, leaves, lambda given: run(dict(before), given))
     # After the call torch has noted in `fakes` what the model set.
     return output, assigned_buffers(model, before, fakes), reassigned, asked

@@ -242,6 +242,8 @@ _ALONE = (
     "call the model alone on inputs of these shapes, dtypes and devices: if it fails there, too, mend it there; else write this line in "
     "plain tensor code"
 )
+_NO_VIEW = re.compile("Cannot view a tensor|view size is not compatible")
+_RESHAPE = "write .reshape(...) in place of .view(...); a program takes inputs row by row, also where they are given with other strides"
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
 # What a model's own code raises when a call does not fit it, traced or not.
 _OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
@@ -286,7 +288,8 @@ def _explanation(model: nn.Module, error: Exception) -> str:
         return _message(f"{name} cannot be captured as one graph: {fault.what}", model, places, fault.mend, said)
     if isinstance(error, _OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
         is_missing = isinstance(error, TypeError) and "argument" in said
-        return _message(f"{name} fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
+        mend = _ARGUMENTS if is_missing else _RESHAPE if _NO_VIEW.search(said) else _ALONE
+        return _message(f"{name} fails on these inputs: {said}", model, places, mend)
     return _message(f"{name} cannot be captured as one graph", model, places, _PLAIN, said)
 
 

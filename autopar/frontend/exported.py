@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend._torch_export import GIVEN_BACK, REGION_MARKS
+from autopar.frontend.asked_layouts import needless_copies_dropped
 from autopar.frontend.attention_layout import copies_of_attention_kept
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.data_writes import data_writes_detached, other_data_copied, own_data_kept
@@ -92,6 +93,7 @@ def forward_program(
         if item.kind == "constant":
             constants[item.name] = _on_host(cast(torch.Tensor, exported.constants[item.name]))
     apart = lists_taken_apart(exported.graph_module.graph)
+    needless_copies_dropped(exported.graph_module.graph)
     copies = _Copies(graph, mapping, device, [None if autocast is None else Region(autocast)], apart)
     copies.calls(exported.graph_module)
     hooks_placed(graph)
@@ -254,10 +256,10 @@ class _Copies:
         return self.views[value]
 
     def detach_casts(self) -> None:
-        """Once dtypes are known, which a trace may have otherwise (on meta, where torch has no autocast; of an LSTM)."""
+        """Once it is known what copies: a trace may have other dtypes (on meta, without an autocast; of an LSTM), and another layout."""
         for node in self.casts:
             operand = node_at(node, 0)
-            if tensor_of(operand).dtype != tensor_of(node).dtype:
+            if tensor_of(operand).dtype != tensor_of(node).dtype or node.target is aten.clone.default:
                 with self.graph.inserting_before(node):
                     node.replace_input_with(operand, self._detached(operand))
 

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 SHOWS_OR_COPIES = frozenset(
     {
         aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
-        aten.to.other, aten.reshape_as.default, aten.type_as.default,
+        aten.to.other, aten.reshape_as.default, aten.type_as.default, aten.ravel.default,
     }
 )  # fmt: skip
 # Their results may share the operand's memory, although no schema says so.

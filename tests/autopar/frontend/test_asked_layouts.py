@@ -49,6 +49,45 @@ def written_turned(x: Tensor, linear: nn.Module) -> Tensor:
     return linear(y + turned.t())
 
 
+def by_layout_of_what_is_computed(x: Tensor, linear: nn.Module) -> Tensor:
+    y = 2 * x
+    return linear(y) if y.is_contiguous() else 2 * linear(y)
+
+
+def by_strides_of_what_is_computed(x: Tensor, linear: nn.Module) -> Tensor:
+    return linear(x) * torch.tanh(x).stride(1)
+
+
+def addressed_once_computed(x: Tensor, linear: nn.Module) -> Tensor:
+    return linear(torch.as_strided(torch.tanh(x), (4, 8), (8, 1)))
+
+
+def copy_written(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.tanh(x)
+    rows = y.contiguous()
+    rows[:, 0] = 0
+    return linear(y + rows)
+
+
+def copied_then_written(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.empty_like(x).copy_(x)
+    rows = y.unsqueeze(0).contiguous().float()
+    y[:, 0] = 0
+    return linear(y + rows[0])
+
+
+def raveled_and_written(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.tanh(x)
+    y.ravel()[:3] = 0
+    return linear(y)
+
+
+def raveled_row_written(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.tanh(x)
+    y[0].ravel()[:3] = 0
+    return linear(y)
+
+
 def copied(x: Tensor, linear: nn.Module) -> Tensor:
     if not x.is_contiguous():
         x = x.contiguous()
@@ -65,15 +104,46 @@ def not_of_inputs(x: Tensor, linear: nn.Module) -> Tensor:
     return y if y.is_contiguous() else 2 * y
 
 
+def copied_once_computed(x: Tensor, linear: nn.Module) -> Tensor:
+    y = 2 * x
+    return linear(y if y.is_contiguous() else y.contiguous())
+
+
+def only_the_copy_is_read(x: Tensor, linear: nn.Module) -> Tensor:
+    rows = torch.tanh(x).contiguous()
+    rows[:, 0] = 0
+    return linear(rows)
+
+
+def asked_of_what_is_in_rows(x: Tensor, linear: nn.Module) -> Tensor:
+    y = linear(x)
+    return y * y.stride(0) if y.is_contiguous() else y
+
+
+def detached_by_both_names(x: Tensor, linear: nn.Module) -> Tensor:
+    y = linear(x)
+    rows = y.contiguous()
+    y.detach_()
+    return rows.square() + linear(x)
+
+
 def check(ask: Asking, *batches: Tensor) -> None:
     torch.manual_seed(0)
     model = Asks(ask)
     plain, parallel = copy.deepcopy(model), autopar.compile(model, autopar.virtual_mesh(dp=2), backend="eager")
     for x in batches:
-        torch.testing.assert_close(parallel(x), plain(x))
+        losses = parallel(x), plain(x)
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad, parameter.grad)
 
 
-@pytest.mark.parametrize("ask", [by_layout, by_layout_of_a_view, addressed, written_in_a_row, written_turned])
+@pytest.mark.parametrize("ask", [
+    by_layout, by_layout_of_a_view, addressed, written_in_a_row, written_turned, by_layout_of_what_is_computed,
+    by_strides_of_what_is_computed, addressed_once_computed, copy_written, copied_then_written, raveled_and_written, raveled_row_written,
+])  # fmt: skip
 def test_what_lies_otherwise_is_refused(ask: Asking) -> None:
     for x in (torch.randn(8, 4).t(), torch.randn(4, 16)[:, ::2]):
         check(ask, torch.randn(4, 8))
@@ -95,7 +165,10 @@ def written_in_parts(x: Tensor, linear: nn.Module) -> Tensor:
     return linear(y)
 
 
-@pytest.mark.parametrize("ask", [copied, addressed_once_copied, not_of_inputs, written_before_it_is_turned, written_in_parts])
+@pytest.mark.parametrize("ask", [
+    copied, addressed_once_copied, not_of_inputs, written_before_it_is_turned, written_in_parts, copied_once_computed,
+    only_the_copy_is_read, asked_of_what_is_in_rows, detached_by_both_names,
+])  # fmt: skip
 def test_where_it_makes_no_difference_any_layout_is_taken(ask: Asking) -> None:
     check(ask, torch.randn(4, 8), torch.randn(8, 4).t(), torch.randn(4, 16)[:, ::2])
     check(ask, torch.randn(8, 4).t(), torch.randn(4, 8))
@@ -105,3 +178,50 @@ def test_a_number_is_reshaped_beside_writes() -> None:
     x = torch.randn(8, 4)
     model = Layer(lambda self, x: self.linear(x).add_(1).square().mean() + x.sum().reshape(1).flatten().mean())
     assert autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager").verify(x)
+
+
+def to_images(x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    images = y.to(memory_format=torch.channels_last)
+    images[:, 0] = 0
+    return y + images
+
+
+def to_rows(x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    rows = y.to(torch.float32, memory_format=torch.contiguous_format)
+    rows[:, 0] = 0
+    return y + rows
+
+
+def told_of_images(x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    return 2 * y if y.is_contiguous(memory_format=torch.channels_last) else y
+
+
+def cast_to_images(x: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    images = y.to(torch.float64, memory_format=torch.channels_last)
+    images[:, 0] = 0
+    return y + images.float()
+
+
+@pytest.mark.parametrize("compute, is_refused", [(to_images, True), (to_rows, True), (told_of_images, True), (cast_to_images, False)])
+def test_what_lies_channels_last(compute: Callable[[Tensor], Tensor], is_refused: bool) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 4, 4, 4), Layer(lambda self, x: self.linear(compute(x)).square().mean())
+    plain, parallel = copy.deepcopy(model), autopar.compile(model, autopar.virtual_mesh(dp=2), backend="eager")
+    torch.testing.assert_close(parallel(x), plain(x))
+    if is_refused:
+        with pytest.raises(autopar.InputError, match="lies in memory"):
+            parallel(x.to(memory_format=torch.channels_last))
+    else:
+        torch.testing.assert_close(parallel(x.to(memory_format=torch.channels_last)), plain(x))
+
+
+def test_a_view_of_an_input_that_is_turned() -> None:
+    x = torch.randn(4, 8).t()
+    model = Layer(lambda self, x: self.linear(x.t().view(-1).view(8, 4)).square().mean())
+    model(x)
+    with pytest.raises(autopar.errors.CaptureError, match=r"reshape\(...\) in place of .view\(...\); a program takes inputs row by row"):
+        autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
