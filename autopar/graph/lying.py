@@ -60,7 +60,7 @@ class Lying:
         return True
 
     def after(self, node: Node) -> bool:
-        """Whether `node` got another operand, a copy, so that its value is to be computed again."""
+        """Whether `node` copies, or shows its operand, from now on, so that its value is to be computed again."""
         if node.target not in SHOWS_OR_COPIES or node not in self._traced or node_at(node, 0) not in self._traced:
             return False
         operand = node_at(node, 0)
@@ -70,9 +70,12 @@ class Lying:
         shows, showed = _memory(ours[0]) == _memory(ours[1]), _memory(traced[0]) == _memory(traced[1])
         if shows == showed or not is_copy_told(node):
             return False
-        if showed:
+        if showed and node.target is aten.contiguous.default:  # it gave its operand back
+            node.target, node.args, node.kwargs = aten.alias.default, (operand,), {}
+        elif showed:
             raise _lost(node)
-        _replace_first(node, self._compact(node, operand))
+        else:
+            _replace_first(node, self._compact(node, operand))
         return True
 
     def _lies_alike(self, node: Node) -> bool:
