@@ -98,12 +98,12 @@ def written_by_layout(program: Program) -> Asked:
 
 
 def needless_copies_dropped(graph: Graph) -> None:
-    """Drop what gave its operand back to an export as it lies in order, where no write behind it tells it from a copy, and where the
-    operand gets another shape in place, or is detached so, which is to be seen by this name, too."""
+    """Drop what gave its operand back to an export as it lies in order, where no write behind it tells it from a copy; and that, or a cast,
+    where the operand gets another shape in place, or is detached so, which is to be seen by this name, too."""
     turned = [each for each in graph.nodes if each.target in IN_PLACE_VIEWS]
-    for node in [each for each in graph.nodes if each.target in _IN_ORDER and each.meta.get(GIVEN_BACK)]:
+    for node in [each for each in graph.nodes if each.meta.get(GIVEN_BACK)]:
         is_turned = any(node < each and memory_of(each) is memory_of(node) for each in turned)
-        if is_turned or not is_written_after(node, node):
+        if is_turned or (node.target in _IN_ORDER and not is_written_after(node, node)):
             replace_node(node, node_at(node, 0))
 
 

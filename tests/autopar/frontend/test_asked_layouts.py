@@ -127,6 +127,13 @@ def detached_by_both_names(x: Tensor, linear: nn.Module) -> Tensor:
     return rows.square() + linear(x)
 
 
+def detached_as_a_cast(x: Tensor, linear: nn.Module) -> Tensor:
+    y = linear(x)
+    same = y.float()
+    y.detach_()
+    return same.square() + linear(x)
+
+
 def check(ask: Asking, *batches: Tensor) -> None:
     torch.manual_seed(0)
     model = Asks(ask)
@@ -167,7 +174,7 @@ def written_in_parts(x: Tensor, linear: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("ask", [
     copied, addressed_once_copied, not_of_inputs, written_before_it_is_turned, written_in_parts, copied_once_computed,
-    only_the_copy_is_read, asked_of_what_is_in_rows, detached_by_both_names,
+    only_the_copy_is_read, asked_of_what_is_in_rows, detached_by_both_names, detached_as_a_cast,
 ])  # fmt: skip
 def test_where_it_makes_no_difference_any_layout_is_taken(ask: Asking) -> None:
     check(ask, torch.randn(4, 8), torch.randn(8, 4).t(), torch.randn(4, 16)[:, ::2])
