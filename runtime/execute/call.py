@@ -75,7 +75,7 @@ class Call:
         # Entered around each half while ranks run.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         # Called before a backward of the user's, where all ranks are to be at it, with its tangents, and once it has run. The first says
-        # whether those of one element, on the host, are equal on all ranks.
+        # whether these are equal on all ranks, as far as `backward` must know it.
         self.before_backward: Callable[[Mapping[str, torch.Tensor | None]], bool] = lambda tangents: False
         self.after_backward: Callable[[], None] = lambda: None
         self._is_begun = False
@@ -159,11 +159,11 @@ class Call:
 
     def backward(self, tangents: Mapping[str, torch.Tensor | None], are_equal: bool = False) -> dict[str, torch.Tensor]:
         """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result; `are_equal`
-        where it is known that those of one element, on the host, are the same on all ranks.
+        where it is known that all ranks have tangents of the same results, and those of one element, on the host, with the same value.
 
         A parameter that gradients reach only through results without a tangent has none.
         """
-        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
+        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None}, are_equal)
         wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
         given = {
             item.name: self.world.tangent_parts(wholes[item.name], item, self.mesh, are_equal and is_known(wholes[item.name]))
@@ -196,15 +196,15 @@ class Call:
                 "parallel.scaler(), which says the scale before the call, or train_step with TrainStep(loss_scale=LossScale())"
             )
 
-    def _reached(self, given: set[str]) -> set[str]:
+    def _reached(self, given: set[str], is_same: bool) -> set[str]:
         """The parameters whose gradients come back through one of the results that have a tangent, here or on another rank.
 
-        Ranks must agree: a gradient of None on one of them would let its replicas drift apart.
+        Ranks must agree: a gradient of None on one of them would let its replicas drift apart. `is_same`: all have tangents of these.
         """
         through = self.places.through
         if through is None:
             return {name for name, _ in self.places.gradients} if given else set()
-        anywhere = set().union(*self.world.gather(given))
+        anywhere = given if is_same else set().union(*self.world.gather(given))
         return {name for name, results in through.items() if anywhere.intersection(results)}
 
     def _tangent(self, item: Input, given: torch.Tensor | None) -> torch.Tensor:

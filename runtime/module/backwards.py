@@ -31,8 +31,8 @@ class Backwards:
         self.number = self.num_calls = 0
 
     def _meet(self, call: int, check: TangentCheck, tangents: Tangents) -> bool:
-        """In any order but that of all ranks, backward would add up what belongs to several calls. Whether those of one element are equal
-        on all ranks."""
+        """In any order but that of all ranks, backward would add up what belongs to several calls. Whether all begin from what `number_of`
+        does not tell apart."""
         place = f"how often backward ran, with this one: {self.number + 1}"
         are_equal = self.world.meet(f"backward of call {call}", place, number_of(tangents))
         check.of(tangents, self.world, are_equal)

@@ -47,7 +47,8 @@ def is_known(tangent: torch.Tensor) -> bool:
 
 
 def number_of(tangents: Tangents) -> int:
-    """What tells tangents of one element from others, those on the host, where nothing waits for their values; of 56 bits."""
+    """What tells tangents from others of the same program: which results have one, and the values of those of one element on the host,
+    where nothing waits for them. Of 56 bits."""
     values = {name: None if each is None else each.item() if is_known(each) else () for name, each in tangents.items()}
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7])
 

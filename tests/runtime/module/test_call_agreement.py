@@ -81,7 +81,18 @@ def test_a_call_that_began_with_other_shares_leaves_nothing(gloo_ranks: GlooRank
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
 
 
-def order_of_a_step() -> list[list[str]]:
+class TwoHeads(nn.Module):
+    """Each of whose results other parameters reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x).square().mean(), self.two(x).square().mean()
+
+
+def order_of_a_step(make: type[nn.Module]) -> list[list[str]]:
     """What a rank says, and when it begins to run: of the first call and of the third."""
     said: list[str] = []
 
@@ -98,17 +109,21 @@ def order_of_a_step() -> list[list[str]]:
         for name in ("is_equal", "expect_equal", "hear", "gather", "meet", "_summed"):
             told(DistributedWorld, name)
         told(Call, "_run")
-        parallel = autopar.compile(model(), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), backend="eager")
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        parallel = autopar.compile(make().double(), mesh, backend="eager", outputs="all")
         orders: list[list[str]] = []
         for number in range(3):
             said.clear()
-            parallel(**share(batch(number, 8), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))).backward()
+            found = parallel(**share(batch(number, 8), mesh))
+            (found if isinstance(found, Tensor) else sum(found)).backward()
             orders.append(list(said))
     return [orders[0], orders[2]]
 
 
-def test_nobody_waits_for_a_word_before_a_call(gloo_ranks: GlooRanks) -> None:
-    for first, third in gloo_ranks.run(order_of_a_step):
+@pytest.mark.parametrize("make", [Drops, TwoHeads])
+def test_nobody_waits_for_a_word_before_a_call(gloo_ranks: GlooRanks, make: type[nn.Module]) -> None:
+    for first, third in gloo_ranks.run(order_of_a_step, make):
         assert "is_equal" in first and "expect_equal" not in first
         assert third == ["expect_equal", "_run", "hear", "_run", "meet", "_run"], "one tangent on all ranks is not summed"
 
