@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from autopar.errors import ScheduleError
-from autopar.ir.instructions import Add, Channel, Free, Instruction, Launch, Memory, Receive, Run, Send
+from autopar.ir.instructions import Add, Channel, Free, Instruction, Launch, Memory, Pause, Receive, Run, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
 
@@ -122,9 +122,16 @@ class Schedule:
         return frozenset(each.channel(mesh, rank) for each in self.instructions if isinstance(each, (Send, Receive)))
 
     @cached_property
-    def num_alone(self) -> int:
-        """How many instructions come before the first that another rank, the caller, the optimizer or memory beside the device hears of."""
+    def end_alone(self) -> int:
+        """The first instruction that another rank, the caller, the optimizer or memory beside the device hears of."""
         return next((at for at, each in enumerate(self.instructions) if not isinstance(each, (Run, Add, Free))), len(self.instructions))
+
+    @cached_property
+    def end_alone_behind_pause(self) -> int:
+        """The first instruction behind PAUSE that does more than make buffers."""
+        begin = next((at + 1 for at, each in enumerate(self.instructions) if isinstance(each, Pause)), 0)
+        rest = enumerate(self.instructions[begin:], begin)
+        return next((at for at, each in rest if not isinstance(each, Run)), len(self.instructions))
 
     @cached_property
     def fed(self) -> Mapping[tuple[str, str], tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,23 @@ from autopar.runtime.module.placement import widened
 from autopar.runtime.module.tangents import is_known
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.offload.stored import lying
+
+
+class Meeting(Protocol):
+    """Of all ranks, before a backward of the user's."""
+
+    def begin(self, tangents: Mapping[str, torch.Tensor | None]) -> None:
+        """Tell the others."""
+        ...
+
+    def end(self, tangents: Mapping[str, torch.Tensor | None]) -> bool:
+        """Hear them: whether all have tangents of the same results, and those of one element, on the host, with the same value. Raises
+        `InputError` on all where one is at something else, or begins from what it may not."""
+        ...
+
+    def is_over(self) -> None:
+        """Backward has run."""
+        ...
 
 
 class Call:
@@ -74,11 +91,8 @@ class Call:
                 state.copier = copier_of(world, device, compiled.offload.folder)
         # Entered around each half while ranks run.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        # Called before a backward of the user's, where all ranks are to be at it, with its tangents, and once it has run. The first says
-        # whether these are equal on all ranks, as far as `backward` must know it.
-        self.before_backward: Callable[[Mapping[str, torch.Tensor | None]], bool] = lambda tangents: False
-        self.after_backward: Callable[[], None] = lambda: None
-        self._is_begun = False
+        self.meeting: Meeting | None = None
+        self._is_begun = self._is_backward_begun = False
         if world.recorder is not None:
             for rank, state in self.states.items():
                 state.record = world.recorder.call(self.schedules[rank])
@@ -106,7 +120,7 @@ class Call:
     def begin(self) -> None:
         """Run what comes before the first instruction that anybody else hears of: a call that ends there never was."""
         self._fill_for_forward()
-        self._run(is_alone=True)
+        self._run({rank: schedule.end_alone for rank, schedule in self.schedules.items()})
         self._is_begun = True
 
     def forward(self) -> dict[str, torch.Tensor]:
@@ -157,21 +171,54 @@ class Call:
         if failed:
             raise ValueCheckError("\n".join(f"{text}\n  violated by {count} values" if count > 1 else text for text, count in failed))
 
-    def backward(self, tangents: Mapping[str, torch.Tensor | None], are_equal: bool = False) -> dict[str, torch.Tensor]:
-        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result; `are_equal`
-        where it is known that all ranks have tangents of the same results, and those of one element, on the host, with the same value.
+    def meet(self, tangents: Mapping[str, torch.Tensor | None]) -> bool:
+        """What `Meeting.end` says, before a backward with these tangents. Meanwhile it begins as if all were equal; what it made is
+        dropped where they are not."""
+        if self.meeting is None:
+            return False
+        before = {rank: (dict(state.buffers), state.position) for rank, state in self.states.items()}
+        are_equal = False
+        try:
+            self.meeting.begin(tangents)
+            if self._may_begin_backward(tangents):
+                self._put_tangents(tangents, are_equal=True)
+                self._run({rank: schedule.end_alone_behind_pause for rank, schedule in self.schedules.items()})
+                self._is_backward_begun = True
+            are_equal = self.meeting.end(tangents)
+        except BaseException:
+            self.world.give_up()
+            raise
+        finally:
+            if not are_equal:
+                self._is_backward_begun = False
+                for rank, state in self.states.items():
+                    state.buffers, state.position = before[rank]
+        return are_equal
 
-        A parameter that gradients reach only through results without a tangent has none.
-        """
-        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None}, are_equal)
+    def _may_begin_backward(self, tangents: Mapping[str, torch.Tensor | None]) -> bool:
+        """Whether nobody is asked for a tangent, and nothing looks at the run as a whole."""
+        items = self.signature.inputs_of("tangent")
+        is_alone = all(not item.shares and is_known(self._tangent(item, tangents[item.name])) for item in items)
+        return self.world.is_expecting and not self.is_over_at_pause and self.around is nullcontext and is_alone
+
+    def _put_tangents(self, tangents: Mapping[str, torch.Tensor | None], are_equal: bool) -> dict[str, Parts]:
         wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
         given = {
             item.name: self.world.tangent_parts(wholes[item.name], item, self.mesh, are_equal and is_known(wholes[item.name]))
             for item in self.signature.inputs_of("tangent")
         }
-        if not self.is_over_at_pause:
-            for item in self.signature.inputs_of("tangent"):
-                self._put(item, given[item.name])
+        for item in self.signature.inputs_of("tangent") if not self.is_over_at_pause else ():
+            self._put(item, given[item.name])
+        return given
+
+    def backward(self, tangents: Mapping[str, torch.Tensor | None], are_equal: bool = False) -> dict[str, torch.Tensor]:
+        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result; `are_equal`
+        is what `meet` said.
+
+        A parameter that gradients reach only through results without a tangent has none.
+        """
+        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None}, are_equal)
+        given = {} if self._is_backward_begun else self._put_tangents(tangents, are_equal)
         self._run()
         owned = OwnedMemory(self.transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
         # All at once: there are hundreds, and a call for each takes longer than what is done with it.
@@ -228,11 +275,11 @@ class Call:
     def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
         return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]
 
-    def _run(self, is_alone: bool = False) -> None:
-        """To PAUSE or the end, or as far as this rank `is_alone`."""
+    def _run(self, ends: Mapping[int, int] | None = None) -> None:
+        """To PAUSE or the end, or before each rank's instruction of this number."""
         kind = self._device.type
         executions = [
-            execute(self.schedules[rank], state, self._fragments, transport, self.schedules[rank].num_alone if is_alone else None)
+            execute(self.schedules[rank], state, self._fragments, transport, None if ends is None else ends[rank])
             for (rank, state), transport in zip(self.states.items(), self.transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.

@@ -170,8 +170,11 @@ class DistributedWorld:
     def give_up(self) -> None:
         self.groups.give_up()
 
-    def meet(self, what: str, place: str, number: int = 0) -> bool:
-        return self.groups.is_equal(number, f"{what} of module {self.groups.number}", f"{what} ({place})")
+    def meet(self, what: str, place: str) -> None:
+        self.groups.maxima([], f"{what} of module {self.groups.number}", f"{what} ({place})")
+
+    def expect_meeting(self, what: str, place: str, number: int) -> None:
+        self.groups.expect_equal(number, f"{what} of module {self.groups.number}", f"{what} ({place})")
 
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""

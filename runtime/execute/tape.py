@@ -38,10 +38,11 @@ class _Differentiable(torch.autograd.Function):
         given = {name: _plain(tangent) for name, tangent in zip(ctx.results, tangents, strict=True)}
         refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
         _ = ctx.saved_tensors
-        are_equal = ctx.call.before_backward(given)
+        are_equal = ctx.call.meet(given)
         call, ctx.call = ctx.call, None
         gradients = call.backward(given, are_equal)
-        call.after_backward()
+        if call.meeting is not None:
+            call.meeting.is_over()
         leaves = zip(ctx.next_functions, ctx.named.items(), strict=True)
         put = _look_and_put if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() else _put
         return (None, None, *[put(name, parameter, gradients.get(name), node) for (node, _), (name, parameter) in leaves])

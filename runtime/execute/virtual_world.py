@@ -68,8 +68,11 @@ class VirtualWorld:
     def give_up(self) -> None:
         return None
 
-    def meet(self, what: str, place: str, number: int = 0) -> bool:
-        return True
+    def meet(self, what: str, place: str) -> None:
+        return None
+
+    def expect_meeting(self, what: str, place: str, number: int) -> None:
+        return None
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:
         pairs = zip(parameters, items, strict=True)

@@ -93,9 +93,13 @@ class World(Protocol):
         """Whether all is as expected does not matter any more to this rank, which has raised an error."""
         ...
 
-    def meet(self, what: str, place: str, number: int = 0) -> bool:
-        """Go on once all ranks of this module are at `what`, `place` says more of it; whether they have one `number`. Collective. Raises
-        `InputError` on all where one is at something else."""
+    def meet(self, what: str, place: str) -> None:
+        """Go on once all ranks of this module are at `what`, `place` says more of it. Collective. Raises `InputError` on all where one is
+        at something else."""
+        ...
+
+    def expect_meeting(self, what: str, place: str, number: int) -> None:
+        """Go on as if all ranks of this module were at `what`, with one `number`; see `expect_equal`."""
         ...
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
+from autopar.runtime.execute.host_group import UnequalError
 from autopar.runtime.execute.world import World
 from autopar.runtime.module.tangents import TangentCheck, Tangents, number_of
 
@@ -22,21 +21,34 @@ class Backwards:
     def place(self) -> str:
         return f"how often backward ran: {self.number}"
 
-    def of_next_call(self, check: TangentCheck) -> tuple[Callable[[Tangents], bool], Callable[[], None]]:
-        """What is called before, with its tangents, and after the backward of a call that begins."""
+    def of_next_call(self, check: TangentCheck) -> BackwardMeeting:
         self.num_calls += 1
-        return partial(self._meet, self.num_calls, check), self._one_more
+        return BackwardMeeting(self, self.num_calls, check)
 
     def begin_anew(self) -> None:
         self.number = self.num_calls = 0
 
-    def _meet(self, call: int, check: TangentCheck, tangents: Tangents) -> bool:
-        """In any order but that of all ranks, backward would add up what belongs to several calls. Whether all begin from what `number_of`
-        does not tell apart."""
-        place = f"how often backward ran, with this one: {self.number + 1}"
-        are_equal = self.world.meet(f"backward of call {call}", place, number_of(tangents))
-        check.of(tangents, self.world, are_equal)
+
+@dataclass(frozen=True)
+class BackwardMeeting:
+    """Of all ranks, before the backward of a `call`: in any order but that of all ranks it would add up what belongs to several calls."""
+
+    backwards: Backwards
+    call: int
+    check: TangentCheck
+
+    def begin(self, tangents: Tangents) -> None:
+        place = f"how often backward ran, with this one: {self.backwards.number + 1}"
+        self.backwards.world.expect_meeting(f"backward of call {self.call}", place, number_of(tangents))
+
+    def end(self, tangents: Tangents) -> bool:
+        try:
+            self.backwards.world.hear()
+            are_equal = True
+        except UnequalError:
+            are_equal = False
+        self.check.of(tangents, self.backwards.world, are_equal)
         return are_equal
 
-    def _one_more(self) -> None:
-        self.number += 1
+    def is_over(self) -> None:
+        self.backwards.number += 1

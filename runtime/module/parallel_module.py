@@ -83,7 +83,7 @@ class ParallelModule(Inspected):
         """The output, its tensors by flat index, and which of them gradients come back through."""
         call, captured, inputs = self.start(args, kwargs)
         if call.has_backward and captured.trainable and torch.is_grad_enabled():
-            call.before_backward, call.after_backward = self._backwards.of_next_call(captured.tangent_check)
+            call.meeting = self._backwards.of_next_call(captured.tangent_check)
             parameters = self.tensors().parameters
             tensors = differentiate(call, {name: parameter for name, parameter in parameters.items() if name in captured.trainable})
         else:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,14 @@ def tell_what_is_true(folder: Path) -> Callable[..., None]:
         truth = memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
     run = Call._run
 
-    def watched(call: Call, is_alone: bool = False) -> None:
+    def watched(call: Call, ends: Mapping[int, int] | None = None) -> None:
         def watch(number: int, is_over: bool) -> None:
             truth[0] = 1 + 2 * number + is_over
 
         for state in call.states.values():
             state.watch = watch
-        run(call, is_alone)
-        truth[0] = truth[0] if is_alone else 0  # it waits for the others' word within the call
+        run(call, ends)
+        truth[0] = truth[0] if ends else 0  # it waits for the others' word within the call
 
     Call._run = watched
     return run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -92,27 +94,34 @@ class TwoHeads(nn.Module):
         return self.one(x).square().mean(), self.two(x).square().mean()
 
 
-def order_of_a_step(make: type[nn.Module]) -> list[list[str]]:
-    """What a rank says, and when it begins to run: of the first call and of the third."""
+@contextmanager
+def noted() -> Generator[list[str]]:
+    """What a rank says, and when it begins to run."""
     said: list[str] = []
 
     def told(owner: type, name: str) -> None:
         real = getattr(owner, name)
 
-        def noted(self: Any, *args: Any, **options: Any) -> Any:
+        def calls(self: Any, *args: Any, **options: Any) -> Any:
             said.append(name)
             return real(self, *args, **options)
 
-        patch.setattr(owner, name, noted)
+        patch.setattr(owner, name, calls)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("is_equal", "expect_equal", "hear", "gather", "meet", "_summed"):
+        for name in ("is_equal", "expect_equal", "expect_meeting", "hear", "gather", "_summed"):
             told(DistributedWorld, name)
         told(Call, "_run")
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-        parallel = autopar.compile(make().double(), mesh, backend="eager", outputs="all")
-        orders: list[list[str]] = []
+        yield said
+
+
+def order_of_a_step(make: type[nn.Module]) -> list[list[str]]:
+    """Of the first call and of the third."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    parallel = autopar.compile(make().double(), mesh, backend="eager", outputs="all")
+    orders: list[list[str]] = []
+    with noted() as said:
         for number in range(3):
             said.clear()
             found = parallel(**share(batch(number, 8), mesh))
@@ -125,7 +134,29 @@ def order_of_a_step(make: type[nn.Module]) -> list[list[str]]:
 def test_nobody_waits_for_a_word_before_a_call(gloo_ranks: GlooRanks, make: type[nn.Module]) -> None:
     for first, third in gloo_ranks.run(order_of_a_step, make):
         assert "is_equal" in first and "expect_equal" not in first
-        assert third == ["expect_equal", "_run", "hear", "_run", "meet", "_run"], "one tangent on all ranks is not summed"
+        assert third == ["expect_equal", "_run", "hear", "_run", "expect_meeting", "_run", "hear", "_run"]
+
+
+def backward_by_own_factors() -> tuple[list[str], float]:
+    """The order of a third step whose losses have a factor on each rank, and how far its gradients are off."""
+    torch.manual_seed(0)
+    mesh, reference = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), TwoHeads().double()
+    parallel = autopar.compile(copy.deepcopy(reference), mesh, backend="eager", outputs="all")
+    with noted() as said:
+        for number in range(3):
+            said.clear()
+            parallel.zero_grad()
+            one, two = parallel(**share(batch(number, 8), mesh))
+            (one * (1.0 + dist.get_rank()) + two).backward()
+    one, two = reference(**batch(2, 8))
+    (one * 2.5 + two).backward()
+    pairs = zip(parallel.parameters(), reference.parameters(), strict=True)
+    return said, max(float((ours.grad.full_tensor() - plain.grad).abs().max()) for ours, plain in pairs)  # pyright: ignore
+
+
+def test_a_backward_that_began_with_other_factors_begins_again(gloo_ranks: GlooRanks) -> None:
+    for said, off in gloo_ranks.run(backward_by_own_factors):
+        assert said[4:] == ["expect_meeting", "_run", "hear", "gather", "_summed", "_summed", "_run"] and off < 1e-12
 
 
 def calls_of_other_kinds() -> list[str]:
