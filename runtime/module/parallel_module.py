@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autopar.driver.compiled import Compiled
 from autopar.driver.train_step import LossScale
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, InputError, MeshError
 from autopar.runtime._torch import not_compiled
 from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
@@ -169,17 +169,27 @@ class ParallelModule(Inspected):
         One that `updates` is run by `train_step`. What no other rank hears of may have run: meanwhile ranks tell each other whether they
         make the same call.
         """
+        started = self._started_as_expected(args, kwargs, updates)
+        return self._started(args, kwargs, updates, "unequal") if started is None else started
+
+    def _started_as_expected(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool
+    ) -> tuple[Call, Captured, CallInputs] | None:
+        """None where it comes out that ranks make different calls: what ran is dropped, and so is its memory."""
         step = self.step
         try:
-            call, captured, inputs = self._started(args, kwargs, updates, "later")
+            started = self._started(args, kwargs, updates, "later")
             self._world.hear()
         except UnequalError:
             self.step = step
-            return self._started(args, kwargs, updates, "unequal")
+            return None
+        except InputError:  # on all ranks: those that are at something else count no step
+            self.step = step
+            raise
         except BaseException:
             self._world.give_up()
             raise
-        return call, captured, inputs
+        return started
 
     def _started(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool, agreement: Agreement

@@ -204,6 +204,28 @@ def test_what_is_expected_is_given_up_by_a_call_that_raises(gloo_ranks: GlooRank
     assert gloo_ranks.run(fails_alone) == [["", "", "a bad batch", ""]] * 4
 
 
+def leaves_a_backward_out() -> list[str]:
+    """Where rank 1 leaves out a backward all are refused; then all go on, drawing the same numbers."""
+    parallel = autopar.compile(model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), backend="eager", timeout=120)
+    said: list[str] = []
+    for number in range(7 if dist.get_rank() == 1 else 6):  # the first that is refused is a call of its own
+        try:
+            loss = parallel(**batch(number, 4))
+            if number != 2 or dist.get_rank() != 1:
+                loss.backward()
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+    return [*said, str(parallel.step)]
+
+
+def test_a_call_that_others_are_not_at_counts_no_step(gloo_ranks: GlooRanks) -> None:
+    for rank, found in enumerate(gloo_ranks.run(leaves_a_backward_out)):
+        told = next(place for place, each in enumerate(found) if each)
+        assert told == (3 if rank == 1 else 2) and "not at the same place of the training loop" in found[told]
+        assert not any(found[told + 1 : -1]) and found[-1] == "6", found
+
+
 def test_a_copy_keeps_to_itself(gloo_ranks: GlooRanks) -> None:
     assert set(gloo_ranks.run(two_modules_in_turns)) == {True}
 
