@@ -16,14 +16,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.errors import CaptureError
 from autopar.frontend._torch_export import GIVEN_BACK
 from autopar.graph.emit import replace as replace_node
 from autopar.graph.emit import tensor_of
 from autopar.graph.fake_values import IN_PLACE_VIEWS
-from autopar.graph.overwrites import is_copy_told, is_written_after, memory_of, sources_of, writers_of
+from autopar.graph.overwrites import gives_back, is_copy_told, is_written_after, sources_of, writers_of
 from autopar.ir.arguments import all_named, node_at
 from autopar.ir.program import Program
-from autopar.ir.source import source_of
+from autopar.ir.source import WRAPPED, source_of
 
 logger = logging.getLogger("autopar")
 aten = torch.ops.aten
@@ -99,12 +100,36 @@ def written_by_layout(program: Program) -> Asked:
 
 def needless_copies_dropped(graph: Graph) -> None:
     """Drop what gave its operand back to an export as it lies in order, where no write behind it tells it from a copy; and that, or a cast,
-    where the operand gets another shape in place, or is detached so, which is to be seen by this name, too."""
+    where the operand gets another shape in place, or is detached so, which is to be seen by this name, too. Raises `CaptureError` where
+    how the operand lies says whether it is."""
     turned = [each for each in graph.nodes if each.target in IN_PLACE_VIEWS]
+    _refuse_turned_by_layout(graph, turned)
     for node in [each for each in graph.nodes if each.meta.get(GIVEN_BACK)]:
-        is_turned = any(node < each and memory_of(each) is memory_of(node) for each in turned)
+        is_turned = any(node < each and _itself(each) is _itself(node) for each in turned)
         if is_turned or (node.target in _IN_ORDER and not is_written_after(node, node)):
             replace_node(node, node_at(node, 0))
+
+
+def _itself(value: Node) -> Node:
+    """Where the tensor comes from that `value` was to an export, under another name or before something was written into it."""
+    while value.meta.get(GIVEN_BACK) or gives_back(value):
+        value = node_at(value, 0)
+    return value
+
+
+def _refuse_turned_by_layout(graph: Graph, turned: Sequence[Node]) -> None:
+    """Raise `CaptureError` where what `contiguous()` gave, or its operand, gets another shape in place, and the other is read then."""
+    for node in graph.nodes if turned else ():
+        names = {node: node_at(node, 0), node_at(node, 0): node} if node.target in _IN_ORDER else {}
+        for each in turned:
+            other = names.get(node_at(each, 0))
+            if other is None or each.target is aten.detach_.default or not any(each < reader for reader in other.users):
+                continue
+            raise CaptureError(
+                f"forward changes the shape in place ({each.target}) of what {node.target} gave, or of its operand, and reads the other: "
+                "by how the operand lies in memory they are one tensor, or two\n"
+                f"  where: {source_of(each, WRAPPED).at}\n  how to mend it: without the underscore it is a view, x = x.transpose(0, 1)"
+            )
 
 
 def _goes_by_layout(node: Node) -> bool:

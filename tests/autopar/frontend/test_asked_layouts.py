@@ -134,6 +134,20 @@ def detached_as_a_cast(x: Tensor, linear: nn.Module) -> Tensor:
     return same.square() + linear(x)
 
 
+def written_beside_a_row_that_is_turned(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.tanh(x)
+    rows, first = y.contiguous(), y[0]
+    first.unsqueeze_(0)
+    rows[:, 0] = 0
+    return linear(y) + first.sum()
+
+
+def only_the_copy_is_turned(x: Tensor, linear: nn.Module) -> Tensor:
+    rows = torch.tanh(x).contiguous()
+    rows.unsqueeze_(0)
+    return linear(rows)
+
+
 def check(ask: Asking, *batches: Tensor) -> None:
     torch.manual_seed(0)
     model = Asks(ask)
@@ -150,6 +164,7 @@ def check(ask: Asking, *batches: Tensor) -> None:
 @pytest.mark.parametrize("ask", [
     by_layout, by_layout_of_a_view, addressed, written_in_a_row, written_turned, by_layout_of_what_is_computed,
     by_strides_of_what_is_computed, addressed_once_computed, copy_written, copied_then_written, raveled_and_written, raveled_row_written,
+    written_beside_a_row_that_is_turned,
 ])  # fmt: skip
 def test_what_lies_otherwise_is_refused(ask: Asking) -> None:
     for x in (torch.randn(8, 4).t(), torch.randn(4, 16)[:, ::2]):
@@ -175,10 +190,35 @@ def written_in_parts(x: Tensor, linear: nn.Module) -> Tensor:
 @pytest.mark.parametrize("ask", [
     copied, addressed_once_copied, not_of_inputs, written_before_it_is_turned, written_in_parts, copied_once_computed,
     only_the_copy_is_read, asked_of_what_is_in_rows, detached_by_both_names, detached_as_a_cast,
+    only_the_copy_is_turned,
 ])  # fmt: skip
 def test_where_it_makes_no_difference_any_layout_is_taken(ask: Asking) -> None:
     check(ask, torch.randn(4, 8), torch.randn(8, 4).t(), torch.randn(4, 16)[:, ::2])
     check(ask, torch.randn(8, 4).t(), torch.randn(4, 8))
+
+
+def turned_as_an_input(x: Tensor, linear: nn.Module) -> Tensor:
+    x.contiguous().t_()
+    return linear(x)
+
+
+def turned_as_a_copy(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.tanh(x)
+    y.contiguous().t_()
+    return linear(y)
+
+
+def turned_under_a_copy(x: Tensor, linear: nn.Module) -> Tensor:
+    y = torch.tanh(x)
+    rows = y.contiguous()
+    y.t_()
+    return linear(rows)
+
+
+@pytest.mark.parametrize("ask", [turned_as_an_input, turned_as_a_copy, turned_under_a_copy])
+def test_a_copy_that_may_be_its_operand_and_is_turned_in_place(ask: Asking) -> None:
+    with pytest.raises(autopar.errors.CaptureError, match=r"aten\.t_\.default.*one tensor, or two\n  where: .*test_asked_layouts.py:\d+"):
+        check(ask, torch.randn(8, 8))
 
 
 def test_a_number_is_reshaped_beside_writes() -> None:
