@@ -183,11 +183,10 @@ class ParallelModule(Inspected):
         except UnequalError:
             self.step = step
             return None
-        except InputError:  # on all ranks: those that are at something else count no step
-            self.step = step
-            raise
-        except BaseException:
+        except BaseException as error:
             self._world.give_up()
+            if isinstance(error, InputError):  # on all ranks: those that are at something else count no step
+                self.step = step
             raise
         return started
 
