@@ -82,7 +82,7 @@ class HostGroup:
             raise UnequalError
 
     def give_up(self) -> None:
-        """What was expected does not matter any more: it is heard, since others tell it, and no error."""
+        """What was expected does not matter any more: it is heard, since others tell it, and may be unequal."""
         self._is_given_up = True
 
     def _spoken(self, numbers: Sequence[int], what: str, place: str) -> _Spoken:

@@ -169,8 +169,9 @@ class ParallelModule(Inspected):
         One that `updates` is run by `train_step`. What no other rank hears of may have run: meanwhile ranks tell each other whether they
         make the same call.
         """
-        started = self._started_as_expected(args, kwargs, updates)
-        return self._started(args, kwargs, updates, "unequal") if started is None else started
+        started = self._started_as_expected(args, kwargs, updates) or self._started(args, kwargs, updates, "unequal")
+        started[1].ran.add(updates)
+        return started
 
     def _started_as_expected(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool
@@ -214,7 +215,6 @@ class ParallelModule(Inspected):
             guard(call, sizes, held, device.type, lambda: self._state(call, updates))
         elif self._world.is_expecting:
             call.begin()
-        captured.ran.add(updates)
         return call, captured, inputs
 
     def _state(self, call: Call, updates: bool) -> State:
