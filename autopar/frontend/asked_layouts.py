@@ -108,6 +108,10 @@ def needless_copies_dropped(graph: Graph) -> None:
         is_turned = any(node < each and _itself(each) is _itself(node) for each in turned)
         if is_turned or (node.target in _IN_ORDER and not is_written_after(node, node)):
             replace_node(node, node_at(node, 0))
+    for op in _IN_ORDER:  # are named as if the others had never been: a program of few layers that is written out has the same names
+        for number, node in enumerate(each for each in graph.nodes if each.target is op):
+            name = op.overloadpacket.__name__
+            node.name = f"{name}_{number}" if number else name
 
 
 def _itself(value: Node) -> Node:
