@@ -247,7 +247,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))  # a question, and no op
+            return args[0].device  # a question, and no op
         operands = _tensors((args, kwargs))
         reads, writes = tuple(map(self.value, operands)), writes_operands(func)
         place = self.place_of(reads)

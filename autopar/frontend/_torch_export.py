@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo import symbolic_convert
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -54,6 +55,16 @@ def operands_traced_as_they_are() -> AbstractContextManager[None]:
         return result
 
     return attribute_set(proxy_tensor, "proxy_call", traced)
+
+
+def functions_not_looked_up() -> AbstractContextManager[None]:
+    """While this is entered, Dynamo does not find out in which function a line of code is, which it tells a log that nobody reads: it would
+    split each file of the model's code, and of torch's own, into its tokens."""
+
+    def unknown(filename: str, lineno: int) -> None:
+        return None
+
+    return attribute_set(symbolic_convert, "get_funcname", unknown)
 
 
 # What an export with `regions_traced` has where a region of forward begins or ends. The first has whether gradients are on, an autocast its

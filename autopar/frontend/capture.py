@@ -30,7 +30,7 @@ from autopar.frontend._torch import (
     parameters_not_copied,
     variables_traced,
 )
-from autopar.frontend._torch_export import operands_traced_as_they_are, regions_traced
+from autopar.frontend._torch_export import functions_not_looked_up, operands_traced_as_they_are, regions_traced
 from autopar.frontend.asked_layouts import Asked, asked_layouts, asked_otherwise, with_asked, written_by_layout
 from autopar.frontend.assigned_buffers import Assigned, assigned_buffers, assigned_value, assigned_written
 from autopar.frontend.attribute_reads import read_and_assigned
@@ -161,6 +161,7 @@ def _exported(
             caches_kept_clean(),
             exports_let_go(),
             foreign_parameters_refused(),
+            functions_not_looked_up(),
             known_masks_counted(),
             operands_traced_as_they_are(),
             regions_traced(),
