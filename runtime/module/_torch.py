@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -140,12 +140,11 @@ def operations_taken_over(
     handlers.update(dict.fromkeys(_overloads(names), given))
 
 
-def collectives_taken_over(see: Callable[[str], None]) -> None:
-    """From now on `see` is called with the name of a collective of torch.distributed that is given a DTensor."""
+def collectives_taken_over(refuse: Callable[[str], NoReturn]) -> None:
+    """From now on `refuse` is called with the name of a collective of torch.distributed that is given a DTensor, which it does not know."""
 
     def given(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-        see(op_call.__name__.split(".")[0].rstrip("_"))
-        raise NotImplementedError(f"{op_call} does not know DTensors")
+        refuse(op_call.__name__.split(".")[0].rstrip("_"))
 
     DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(_overloads(_COLLECTIVES, torch.ops.c10d), given))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -55,7 +55,7 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
     return result
 
 
-def refuse_collective(name: str) -> None:
+def refuse_collective(name: str) -> NoReturn:
     """Raise `AutoparError` for what a loop does itself that keeps copies of a model alike, or that wraps it for that."""
     raise AutoparError(
         f"torch.distributed's {name} does not know DTensors, which parameters of a parallel module, their gradients and numbers made of "
