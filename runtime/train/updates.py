@@ -29,7 +29,6 @@ class Updates:
         self._outputs = {item.name: item for item in call.signature.outputs_of("gradient")}
         self._inputs = {item.name: item for item in call.signature.inputs_of("parameter")}
         self._names = {rank: _parameters_of(schedule) for rank, schedule in call.schedules.items()}
-        # Parts of several ranks of this process may be one tensor.
         self._is_alone = len(call.states) == 1
         # By the name of a parameter and the number of its update; and how many a rank has brought its part of.
         self._parts: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
@@ -37,22 +36,26 @@ class Updates:
         self._kept: dict[str, torch.Tensor] = {}
 
     def take(self, rank: int, instruction: Update, gradients: Sequence[torch.Tensor]) -> None:
-        buffers = self._call.states[rank].buffers
-        others = map(buffers.__getitem__, buffers.keys() - set(instruction.gradients))
-        owned = OwnedMemory(self._call.transports, others)
+        if self._is_alone:  # parts of several ranks may be one tensor
+            buffers = self._call.states[rank].buffers
+            others = map(buffers.__getitem__, buffers.keys() - set(instruction.gradients))
+            gradients = OwnedMemory(self._call.transports, others).own(gradients)
         complete: list[tuple[str, int]] = []
         for buffer, gradient in zip(instruction.parameters, gradients, strict=True):
             name = self._names[rank][buffer]
             key = name, self._brought[rank, name]
             self._brought[rank, name] += 1
             parts = self._parts.setdefault(key, {})
-            parts[rank] = owned.own([gradient])[0] if self._is_alone else gradient
+            parts[rank] = gradient
             if len(parts) == len(self._ranks_of(name)):
                 complete.append(key)
-        for name, number in complete:  # one by one: parts are let go of as wholes are made
-            held = self._held(name, self._parts.pop((name, number)))
-            (self._kept[name],) = self._call.world.gradients([held], [self._parameters[name]], self._own)
-            del held
+        # Of several ranks one by one: parts are let go of as wholes are made.
+        for keys in [complete] if self._is_alone else [[key] for key in complete]:
+            names = [name for name, _ in keys]
+            held = [self._held(name, self._parts.pop((name, number))) for name, number in keys]
+            wholes = self._call.world.gradients(held, [self._parameters[name] for name in names], self._own)
+            self._kept.update(zip(names, wholes, strict=True))
+            del held, wholes
         if self._apply is not None and complete:
             self.commit()
             self._apply([name for name, _ in complete])
