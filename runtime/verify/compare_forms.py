@@ -32,7 +32,7 @@ from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
 from autopar.runtime.verify.copied_model import copy_model
 from autopar.runtime.verify.errors import Errors, errors_between, joint_error
-from autopar.runtime.verify.limits import Limits, gradients_within, known
+from autopar.runtime.verify.limits import Limits, floor_of, gradients_within, known
 from autopar.runtime.verify.other_roundings import NUM_SAMPLES, RoundedOtherwise
 from autopar.runtime.verify.reference_run import (
     Case,
@@ -45,7 +45,7 @@ from autopar.runtime.verify.reference_run import (
     run_separated,
     tangents_of,
 )
-from autopar.runtime.verify.report import Difference, Report, floor_of, norm
+from autopar.runtime.verify.report import Difference, Report, norm
 
 logger = logging.getLogger("autopar")
 
@@ -72,7 +72,7 @@ def verify_compiled(
     and for the activations of every rank.
     """
     asked = 1e-9 if promote and tolerance is None else tolerance
-    limits = Limits.of(torch.float64 if promote else _narrowest(compiled.forward), asked)
+    limits = Limits.of(torch.float64 if promote else _narrowest(compiled), asked)
     with ExitStack() as stack:
         show = stack.enter_context(progress("verifying"))
         if promote:
@@ -81,7 +81,7 @@ def verify_compiled(
         inputs = CallInputs.of(args, kwargs)
         forms = _Forms(model, compiled, inputs, promote, limits, key)
         stack.enter_context(autocast_off())  # the original has run under it
-        if tolerance is None and _narrowest(compiled.forward) == torch.float32:
+        if tolerance is None and _narrowest(compiled) == torch.float32:
             forms.in_other_dtype = lambda: _Forms(model, compiled, inputs, not promote, limits, key, forms.case.tangents)
         show("the program after each form, rank by rank")
         difference = forms.compare_programs()
@@ -108,9 +108,10 @@ def case_of(model: nn.Module, inputs: CallInputs, key: int, tangents: Mapping[st
     )
 
 
-def _narrowest(program: Program) -> torch.dtype:
-    """The floating-point dtype of fewest digits among the program's values."""
-    values = (node.meta.get("val") for node in program.graph.nodes)
+def _narrowest(compiled: Compiled) -> torch.dtype:
+    """The floating-point dtype of fewest digits among the model's values, as captured, too: a fused op leaves out roundings of doubles."""
+    programs = (compiled.forward, *(step.program for step in compiled.steps[:1]))
+    values = (node.meta.get("val") for each in programs for node in each.graph.nodes)
     found = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
@@ -154,7 +155,7 @@ class _Forms:
     def _scaled_reference(self, model: nn.Module, inputs: CallInputs) -> Results:
         """The reference; in float16 with the gradient of the loss from 2^16 down, as large as it can be: from 1 gradients would vanish."""
         losses = [item for item in self.compiled.forward.signature.outputs_of("loss") if item.requires_grad]
-        if self.promoted or not losses or _narrowest(self.compiled.forward) != torch.float16:
+        if self.promoted or not losses or _narrowest(self.compiled) != torch.float16:
             return self._reference(model, inputs)
         tangents = dict(self.case.tangents)
         for scale in (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0):
@@ -218,7 +219,7 @@ class _Forms:
             buffer_errors=self.errors.buffers,
             replica_errors=self.errors.replicas,
             first_difference=difference,
-            narrowest=_narrowest(self.compiled.forward),
+            narrowest=_narrowest(self.compiled),
             num_detached=sum(item.is_detached for item in self.compiled.forward.signature.outputs),
             own_statistics_error=self.own_errors.worst[0] if self.own_errors is not None else None,
             without_numbers=self.reference.without_numbers(self.compiled.forward.signature),

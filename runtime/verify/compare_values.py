@@ -17,8 +17,9 @@ from autopar.ir.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE
 from autopar.ir.program import Program
 from autopar.ir.sharding import shape_of
 from autopar.runtime.module.parameters import assemble, replica_difference
+from autopar.runtime.verify.limits import floor_of
 from autopar.runtime.verify.reference_run import Case, Stepper, origins
-from autopar.runtime.verify.report import Difference, error_of, floor_of, norm
+from autopar.runtime.verify.report import Difference, error_of, norm
 
 aten = torch.ops.aten
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autopar.runtime.verify.limits import floor_of
 from autopar.runtime.verify.reference_run import Case, Results
-from autopar.runtime.verify.report import error_of, floor_of, norm
+from autopar.runtime.verify.report import error_of, norm
 
 
 @dataclass

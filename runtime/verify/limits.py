@@ -14,6 +14,16 @@ def own_tolerance(narrowest: torch.dtype) -> float:
     return max(1e-4, 8 * torch.finfo(narrowest).eps)
 
 
+def floor_of(dtype: torch.dtype) -> float:
+    """The share of the norm of all gradients below which a gradient is measured by that share instead of its own norm.
+
+    A gradient that is zero by cancellation (the key bias of attention) is nothing but rounding on both sides. So is a buffer, measured by
+    a share of all changed ones: the running mean of a batch norm of centred values. The floor is such that
+    floor · tolerance is the rounding of one operation: 1e-6 · 1e-9 in float64, 1e-3 · 1e-4 in float32 and below.
+    """
+    return 1e-6 if dtype in (torch.float64, torch.complex128) else 1e-3
+
+
 @dataclass(frozen=True)
 class Limits:
     """What errors may be. `tolerance` is for all but gradients, and `gradients` for these.
@@ -22,12 +32,13 @@ class Limits:
     about eps of the entries; a gradient that passes through is then sqrt(eps) off, in norm, whatever computes it. What that comes to is
     measured: `beside` the reference's own error against the original, twice that is allowed, of all gradients together or of this one
     (`by_gradient`): of many gradients only those behind a relu are off. How far the lower dtype may take the
-    reference itself, `casts`, is four times sqrt(eps). `floor` is as of `floor_of`: with `tolerance`, the rounding of one operation.
+    reference itself, `casts`, is four times sqrt(eps). `floor` is as of `floor_of`, of the dtype that rounds and not of
+    the gradient's (T5 in float64 takes its softmax in float32): with `tolerance`, the rounding of one operation.
     """
 
     tolerance: float
     gradients: float
-    floor: float | None = None
+    floor: float
     casts: float = math.inf
     cast_loss_error: float = 0.0
     by_gradient: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -40,12 +51,12 @@ class Limits:
         own = own_tolerance(narrowest)
         chosen = own if asked is None else asked
         if narrowest.itemsize > 2:
-            return Limits(chosen, chosen, is_asked=asked is not None)
+            return Limits(chosen, chosen, floor_of(narrowest), is_asked=asked is not None)
         return Limits(chosen, chosen, eps / 2 / own, 4 * math.sqrt(eps), is_asked=asked is not None)
 
     @property
     def is_low(self) -> bool:
-        return self.floor is not None
+        return math.isfinite(self.casts)
 
     def beside(self, error: float, loss_error: float, errors: Mapping[str, float] | None = None) -> Limits:
         """Beside a reference whose gradients are together so far from the original's, and each by itself."""

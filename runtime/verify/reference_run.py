@@ -30,7 +30,8 @@ from autopar.runtime._torch import flatten, starts_backward
 from autopar.runtime.execute.virtual import collect
 from autopar.runtime.execute.world import RankParts
 from autopar.runtime.module.parameters import assemble, local_shard, replica_difference
-from autopar.runtime.verify.report import floor_of, norm
+from autopar.runtime.verify.limits import floor_of
+from autopar.runtime.verify.report import norm
 
 # Per rank what a node of a LOCAL program yields, called in the order of the graph.
 Observer = Callable[[Node, Sequence[Any]], None]
@@ -99,11 +100,8 @@ def _has_none(value: torch.Tensor) -> bool:
 def tangents_of(signature: Signature) -> dict[str, torch.Tensor]:
     """A random tangent for each output that is no loss, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
-    for item in signature.outputs_of("output"):
-        if item.requires_grad:
-            found[item.name] = torch.randn(item.shape, generator=generator, dtype=torch.float64).to(item.dtype)
-    return found
+    trained = [item for item in signature.outputs_of("output") if item.requires_grad]
+    return {item.name: torch.randn(item.shape, generator=generator, dtype=torch.float64).to(item.dtype) for item in trained}
 
 
 def run_original(

@@ -217,16 +217,6 @@ def _plain_norm(tensor: torch.Tensor) -> float | None:
     return found if found < _MASKED else None
 
 
-def floor_of(dtype: torch.dtype) -> float:
-    """The share of the norm of all gradients below which a gradient is measured by that share instead of its own norm.
-
-    A gradient that is zero by cancellation (the key bias of attention) is nothing but rounding on both sides. So is a buffer, measured by
-    a share of all changed ones: the running mean of a batch norm of centred values. The floor is such that
-    floor · tolerance is the rounding of one operation: 1e-6 · 1e-9 in float64, 1e-3 · 1e-4 in float32 and below.
-    """
-    return 1e-6 if dtype in (torch.float64, torch.complex128) else 1e-3
-
-
 def error_of(value: torch.Tensor | None, wanted: torch.Tensor | None, floor: float = 0.0) -> float:
     """‖value − wanted‖ / max(‖wanted‖, floor); for integers and bools the share of entries that differ.
 

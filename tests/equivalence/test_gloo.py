@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from autopar import ParallelModule
 from autopar.runtime._torch import gathers_strided_shards
-from autopar.runtime.verify.report import error_of, floor_of
+from autopar.runtime.verify.limits import floor_of
+from autopar.runtime.verify.report import error_of
 from tests.support.captures import compiled
 from tests.support.models.zoo import IGNORED, ZOO, Batch
 

@@ -111,3 +111,24 @@ def test_what_cannot_run_in_float64_is_judged_without() -> None:
     slope = first(program, lambda node: node.target is aten.tanh_backward.default)
     slope.replace_all_uses_with(operands(slope)[0])
     assert not verify_compiled(model, parallel.compiled.with_forms(local=program), (), call)
+
+
+class Keys(nn.Module):
+    """T5's softmax, whose key bias has a gradient that is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = (each(x).view(4, 8, 2, 8).transpose(1, 2) for each in (self.query, self.key))
+        scores = query @ key.transpose(2, 3)
+        return (F.softmax(scores.float(), dim=-1).type_as(scores) @ key.detach()).square().mean()
+
+
+def test_what_cancels_is_measured_by_the_dtype_that_rounds() -> None:
+    torch.manual_seed(0)
+    x, parallel = torch.randn(4, 8, 16).double(), autopar.compile(Keys().double(), autopar.virtual_mesh(dp=2, tp=2), backend="eager")
+    report = parallel.verify(x)
+    assert report and report.tolerance == 1e-4, report
+    assert Limits.of(torch.float32, None).floor == 1e-3 and Limits.of(torch.float64, None).floor == 1e-6

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.runtime.verify.limits import own_tolerance
-from autopar.runtime.verify.report import Difference, Report, error_of, floor_of, norm
+from autopar.runtime.verify.limits import floor_of, own_tolerance
+from autopar.runtime.verify.report import Difference, Report, error_of, norm
 
 NAN, INF = math.nan, math.inf
 
