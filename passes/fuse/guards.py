@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.fx import Node
 
-from autopar.graph.overwrites import is_last_reader, overwritten, writes
+from autopar.graph.overwrites import is_last_reader, memory_of, overwritten, writes, written_by
 from autopar.ir.fusion import NotFusible
 
 
@@ -38,3 +38,12 @@ def check_writes(interior: Iterable[Node], operands: Iterable[Node], root: Node,
         if writes(node) and not is_last_reader(node, node.all_input_nodes[0]):
             raise NotFusible(f"{node.target} writes in place into a value that is read elsewhere, too")
     check_operands(operands, root, writers, "between where it is made and the product", interior)
+
+
+def check_kept(operands: Iterable[Node], root: Node, writers: Sequence[Node]) -> None:
+    """An op of ours keeps its operands for the backward, where the ops that it replaces may have kept copies, or nothing (of a sum): raises
+    `NotFusible` where one of `writers` writes into one behind `root`."""
+    kept = {memory_of(operand) for operand in operands}
+    writer = next((each for each in writers if root < each and memory_of(written_by(each)) in kept), None)
+    if writer is not None:
+        raise NotFusible(f"{writer.target} writes into an operand in place behind it, which the op would keep for the backward")

@@ -18,7 +18,7 @@ from autopar.passes.fuse.attention.masks import LOWEST, meaning
 from autopar.passes.fuse.attention.operand_sources import best, labels_of, sources
 from autopar.passes.fuse.attention.scores import NotScores, Scores, reaches_product, scores_above
 from autopar.passes.fuse.attention.weights import Weights, weights_above
-from autopar.passes.fuse.guards import check_operands, readers_of
+from autopar.passes.fuse.guards import check_kept, check_operands, readers_of
 from autopar.passes.fuse.reading import is_tensor, widest
 
 
@@ -167,6 +167,7 @@ def _check_writes(found: Attention) -> None:
     passed = {node for each in (found.query, found.key, found.value) for operand in operands for node in between(each.node, operand)}
     passed |= sources_of(mask for mask in masks if mask not in kept)
     check_operands(read | passed, found.root, writers, "between where it is made and the product", found.interior | passed)
+    check_kept((*read, found.query.node, found.key.node, found.value.node), found.root, writers)
 
 
 def why_not_used(softmax: Node) -> str | None:

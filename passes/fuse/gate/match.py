@@ -18,7 +18,7 @@ from autopar.kernels.gated import bias_activation, gated
 from autopar.ops.traits import PRODUCTS, QUOTIENTS, is_cast
 from autopar.passes.fuse.gate.activations import Activated, activation_at, by_hand, named
 from autopar.passes.fuse.gate.products import Multiplicand, products_of
-from autopar.passes.fuse.guards import check_interior, check_writes
+from autopar.passes.fuse.guards import check_interior, check_kept, check_writes
 from autopar.passes.fuse.match import Match, first_match
 from autopar.passes.fuse.reading import is_tensor, narrowest, rounded, summands, widened, widest
 
@@ -129,6 +129,7 @@ def match_bias(node: Node, constants: Constants, writers: Sequence[Node]) -> Bia
     check_interior(interior - {root}, (root,), "its activation, or the sum with the bias, is used elsewhere, too")
     x, bias = map(narrowest, operands)
     check_writes(interior, widened(x) | widened(bias), root, writers)
+    check_kept((x, bias), root, writers)
     return Biased(root, interior - {root}, found.kind, x, bias, widest(x, bias, root), found.by_hand)
 
 
@@ -143,6 +144,7 @@ def match_written(node: Node, constants: Constants, writers: Sequence[Node]) -> 
     interior = found.interior | {node, root}
     check_interior(interior - {root}, (root,), "a part of it is used elsewhere, too")
     check_writes(interior, widened(x), root, writers)
+    check_kept((x,), root, writers)
     return Written(root, interior - {root}, found.kind, x, widest(x, root))
 
 
@@ -189,6 +191,7 @@ def _gate(product: Node, found: Activated, writers: Sequence[Node]) -> Gate:
     _check_shapes(gate, up, product)
     check_interior(interior - {root}, (root,), "its activation is used elsewhere, too")
     check_writes(interior, widened(gate) | widened(up), root, writers)
+    check_kept((gate, up), root, writers)
     return Gate(root, interior - {root}, found.kind, gate, up, widest(gate, up, root), found.number, found.by_hand)
 
 

@@ -20,7 +20,7 @@ from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.normalisation import add_norm, norm
 from autopar.ops.rules.labels import argument
 from autopar.ops.traits import is_cast
-from autopar.passes.fuse.guards import check_operands, readers_of
+from autopar.passes.fuse.guards import check_kept, check_operands, readers_of
 from autopar.passes.fuse.match import Match, Rewriting
 from autopar.passes.fuse.norm.by_hand import Normalised, is_affine, normalised_at
 from autopar.passes.fuse.norm.moments import PRODUCTS, SUMS, stripped
@@ -110,6 +110,8 @@ def match_norm(node: Node, constants: Constants, writers: Sequence[Node]) -> Nor
     outside = {found.x, found.node, *sources_of(item for item in (weight, bias) if item is not None)}
     result = Norm(found.node, frozenset(between(found.x, found.node) - outside), node, found.x, weight, bias, found.eps, found.centred)
     check_operands((found.x, *result.affine()), found.node, writers, "between where it is made and the norm")
+    if not is_op:  # which keeps them itself
+        check_kept((found.x, *result.affine()), found.node, writers)
     return result
 
 
