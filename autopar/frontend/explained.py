@@ -242,6 +242,11 @@ _ALONE = (
     "call the model alone on inputs of these shapes, dtypes and devices: if it fails there, too, mend it there; else write this line in "
     "plain tensor code"
 )
+_CAUGHT = "where forward catches the error (try, except), decide by the shapes instead"
+_OTHERWISE = (
+    "where it runs alone, it does another thing when it is traced (by torch.compiler.is_compiling(), often in a library), and "
+    "torch.compile(model, fullgraph=True) fails as it does here"
+)
 _NO_VIEW = re.compile("Cannot view a tensor|view size is not compatible")
 _RESHAPE = "write .reshape(...) in place of .view(...); a program takes inputs row by row, also where they are given with other strides"
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
@@ -251,6 +256,8 @@ _OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError,
 _TRACED_AT = "\n\nWhile executing "
 # In Dynamo's words, what the model raised: `got RuntimeError('mat1 and mat2 ...')`.
 _RAISED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote),?\)", re.DOTALL)
+# So where nothing in forward caught it; torch says what it was among its notes for developers.
+_UNCAUGHT = re.compile(_RAISED.pattern.replace("got ", r"raised exception "), re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -278,9 +285,11 @@ def explained(model: nn.Module) -> Generator[None]:
 def _explanation(model: nn.Module, error: Exception) -> str:
     said, places, name = _said(error), _frames(error), type(model).__name__
     caught = _RAISED.search(said)
-    if caught is not None:
-        what = f"this line of {name} fails on these inputs: {caught['kind']}: {_shortened(caught['text'])}"
-        return _message(what, model, places, f"{_ALONE}; where forward catches the error (try, except), decide by the shapes instead")
+    uncaught = _UNCAUGHT.search(str(error)) if caught is None and said.startswith("Observed exception") else None
+    raised = caught or uncaught
+    if raised is not None:
+        what = f"this line of {name} fails on these inputs: {raised['kind']}: {_shortened(raised['text'])}"
+        return _message(what, model, places, f"{_ALONE}; {_CAUGHT if uncaught is None else _OTHERWISE}")
     codes = "".join(place.code for place in places[-2:])
     fault = next((fault for fault in _FAULTS if fault.fits(type(error).__name__ + said + codes)), None)
     said = f"{type(error).__name__}: {_shortened(said)}"

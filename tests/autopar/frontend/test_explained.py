@@ -82,6 +82,14 @@ def caught(layer: Layer, x: Tensor) -> Tensor:
     return y.sum()
 
 
+def otherwise_compiled(layer: Layer, x: Tensor) -> Tensor:
+    scale: Any = None if torch.compiler.is_compiling() else [2.0]
+    try:
+        return layer.linear(x).sum() * scale[0]
+    finally:
+        layer.eval()
+
+
 def generated(layer: Layer, x: Tensor) -> Iterator[Tensor]:
     yield layer.linear(x).sum()
 
@@ -147,6 +155,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "dtypes": (lambda layer, x: layer.linear(x).gather(1, x).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "a tensor on meta", "device=x.device"),
     "names": (lambda layer, x: layer.lin(x).sum(), FAILS + "AttributeError: 'Layer' object has no attribute 'lin'", "it fails there, too"),
+    "uncaught": (otherwise_compiled, FAILS + "TypeError: 'NoneType' object is not subscriptable", "torch.compiler.is_compiling()"),
     "in place": (lambda layer, x: layer.linear.weight.mul_(2).sum(), "a leaf Variable that requires grad", "it fails there, too"),
 }  # fmt: skip
 
